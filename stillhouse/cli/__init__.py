@@ -71,39 +71,35 @@ def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
         return f"{how}; {_same_command(arguments)}"
 
     with handling(stopped, ends_process=ends_process):
-        return _run(arguments)
+        try:
+            cli.main(list(arguments), prog_name="stillhouse", standalone_mode=False)
+        except click.ClickException as error:
+            return _report(error, _usage(error), error.exit_code)
+        except Preempted as stop:
+            if os.environ.get("RANK", "0") == "0":
+                effect = "starts the run again" if stop.checkpoint is None else "continues from it"
+                print_escaped(f"{stop}; {_same_command(arguments, effect)}", err=True)
+            return 128 + stop.number
+        except (ValueError, OSError) as error:
+            from stillhouse.config import ConfigError, MissingKeyError
 
-
-def _run(arguments: Sequence[str]) -> int:
-    try:
-        cli.main(list(arguments), prog_name="stillhouse", standalone_mode=False)
-    except click.ClickException as error:
-        return _report(error, _usage(error), error.exit_code)
-    except Preempted as stop:
-        if os.environ.get("RANK", "0") == "0":
-            effect = "starts the run again" if stop.checkpoint is None else "continues from it"
-            print_escaped(f"{stop}; {_same_command(arguments, effect)}", err=True)
-        return 128 + stop.number
-    except (ValueError, OSError) as error:
-        from stillhouse.config import ConfigError, MissingKeyError
-
-        if not isinstance(error, ConfigError):
-            return _report(error, str(error) or type(error).__name__, FAILED)
-        keys = [part.key for part in error.parts if isinstance(part, MissingKeyError)]
-        missing = [OPTIONS[key][0] for key in keys if key in OPTIONS]
-        hint = f"\n(set it in the file, as an override, or as an option: {', '.join(missing)})" if missing else ""
-        return _report(error, str(error) + hint, USAGE)
-    except RuntimeError as error:
-        first = str(error).partition("\n")[0]
-        if type(error).__name__ == "OutOfMemoryError":  # torch's; compared by name to avoid the import
-            return _report(error, f"{first} {OUT_OF_MEMORY}", FAILED)
-        # torch.distributed raises this error if another process is lost; gloo raises RuntimeError
-        kinds = {kind.__name__ for kind in type(error).__mro__}
-        if "WORLD_SIZE" in os.environ and ("DistError" in kinds or "/gloo/" in str(error)):
-            what = re.sub(r"^\[\S*\] ", "", first).partition(". ")[0]  # without gloo's source location and advice
-            return _report(error, f"{LOST_CONTACT} ({what}); {_same_command(arguments)}", FAILED)
-        raise
-    return 0
+            if not isinstance(error, ConfigError):
+                return _report(error, str(error) or type(error).__name__, FAILED)
+            keys = [part.key for part in error.parts if isinstance(part, MissingKeyError)]
+            missing = [OPTIONS[key][0] for key in keys if key in OPTIONS]
+            hint = f"\n(set it in the file, as an override, or as an option: {', '.join(missing)})" if missing else ""
+            return _report(error, str(error) + hint, USAGE)
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            if type(error).__name__ == "OutOfMemoryError":  # torch's; compared by name to avoid the import
+                return _report(error, f"{first} {OUT_OF_MEMORY}", FAILED)
+            # torch.distributed raises this error if another process is lost; gloo raises RuntimeError
+            kinds = {kind.__name__ for kind in type(error).__mro__}
+            if "WORLD_SIZE" in os.environ and ("DistError" in kinds or "/gloo/" in str(error)):
+                what = re.sub(r"^\[\S*\] ", "", first).partition(". ")[0]  # without gloo's source location and advice
+                return _report(error, f"{LOST_CONTACT} ({what}); {_same_command(arguments)}", FAILED)
+            raise
+        return 0
 
 
 class _Commands(click.Group):
@@ -139,25 +135,21 @@ def cli(context: click.Context) -> None:
 
 
 def _usage(error: click.ClickException) -> str:
-    message = _unknown_option(error) if isinstance(error, click.NoSuchOption) else error.format_message()
+    message = error.format_message()
+    if isinstance(error, click.NoSuchOption):
+        message = f"no such option {error.option_name!r}"
+        if similar := difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.8):
+            message += f"; did you mean {similar[0]}?"
+        # the option of a `configured` command may be the name of a key
+        elif error.ctx is not None and any(part.metavar == ARGUMENTS for part in error.ctx.command.params):
+            from stillhouse.config import RunConfig, override_hint
+
+            message += override_hint(error.option_name, RunConfig)
     command = re.match("No such command '(.*?)'", message)
     if command is not None and command[1] in _OTHER_NAMES:
         message += f" Did you mean '{_OTHER_NAMES[command[1]]}'?"
     if isinstance(error, click.UsageError) and error.ctx is not None:
         message += f"\nsee `{error.ctx.command_path} --help`"
-    return message
-
-
-def _unknown_option(error: click.NoSuchOption) -> str:
-    """A message with the most similar option, or with the override to use if the option is the name of a key."""
-    message = f"no such option {error.option_name!r}"
-    if similar := difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.8):
-        return f"{message}; did you mean {similar[0]}?"
-    # whether the command is a `configured` one
-    if error.ctx is not None and any(part.metavar == ARGUMENTS for part in error.ctx.command.params):
-        from stillhouse.config import RunConfig, override_hint
-
-        return f"{message}{override_hint(error.option_name, RunConfig)}"
     return message
 
 

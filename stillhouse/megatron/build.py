@@ -75,7 +75,7 @@ def build_megatron_student(
         "expert_model_parallel_size": degrees.experts,
         "expert_tensor_parallel_size": 1,
     }
-    settings, data_parallel = split_options(layout.options)
+    settings, reduction = split_options(layout.options)
     if layout.recompute and any(name.startswith("recompute_") for name in settings):
         raise ValueError("train.activation_checkpointing with parallel.megatron.recompute_…: expected one of the two")
     parallel_state.destroy_model_parallel()  # the groups of another layout, whose student is not used any more
@@ -90,15 +90,16 @@ def build_megatron_student(
         heads = {}
         with mesh.ranks.all_raise(ProofError):
             if mesh.coordinate("pipeline") == layout.last_rank:
-                head = load_head(teacher_source, layout, mesh)
-                heads[teacher_source.name] = head
+                heads[teacher_source.name] = load_head(teacher_source, layout, mesh)
+                head = DecoderHead(heads[teacher_source.name])
         if teacher_source.has_values:
             prove_heads(mesh, heads)
     elif teacher_source is not None:
         teacher = _build_model(teacher_source, layout, mesh, options, is_student=False, prove=prove)
-    decoder_head, is_base = None if head is None else DecoderHead(head), student_source.teacher_is_base
-    models: dict[str, Any] = {"teacher": teacher, "teacher_head": decoder_head, "teacher_is_base": is_base}
-    return MegatronStudent(layout, mesh, student, **models, data_parallel=data_parallel)
+    is_base = student_source.teacher_is_base
+    return MegatronStudent(
+        layout, mesh, student, teacher=teacher, teacher_head=head, teacher_is_base=is_base, data_parallel=reduction
+    )
 
 
 def _build_model(

@@ -27,19 +27,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from stillhouse.megatron import layers
 from stillhouse.megatron.adapter import add_adapter
 from stillhouse.megatron.families import Family, require_family
-from stillhouse.megatron.layers import (
-    CausalAttention,
-    ExpertProjection,
-    GateUpProjection,
-    GemmaAttention,
-    LatentAttention,
-    NormedProjection,
-    RmsNorm,
-    add_balance,
-    require_losses,
-)
 from stillhouse.megatron.model_config import refused_settings, rotary_frequencies
 from stillhouse.megatron.processor import MegatronProcessor, MultiTokenGPTModel
 from stillhouse.megatron.rows import MegatronRows
@@ -48,8 +38,9 @@ from stillhouse.megatron.weights import (
     Place,
     WeightTable,
     copy_tensors,
+    from_all_ranks,
     load_from_source,
-    require_full_coverage,
+    require_coverage,
     weight_table,
 )
 from stillhouse.models import Decoder, OutputProcessor
@@ -97,7 +88,7 @@ class Chunks:
             table = add_adapter(models, weight_table(models, decoder.config, Place.current()), decoder)
         tensors = decoder.state_dict()
         names = {*tensors} - {*decoder.shared_names()}
-        require_full_coverage(table, {name: tensors[name].shape for name in names})
+        require_coverage(from_all_ranks(table), {name: tensors[name].shape for name in names})
         unrounded = load_from_source(models, table, source, decoder, mesh)
         config, packs = decoder.config, decoder.packing.name != ROWS
         softcap = LogitRule.from_config(config).softcap
@@ -105,7 +96,7 @@ class Chunks:
         balance = decoder.layer_losses.get(RouterBalance.name)
         assert balance is None or isinstance(balance, RouterBalance)
         if balance is not None:
-            add_balance(balance, models)
+            layers.add_balance(balance, models)
         return cls(decoder, transformer, models, table, processor, unrounded, balance=balance, packs=packs)
 
     def trained(self, replicas: int = 1, **options: Any) -> "Chunks":
@@ -125,12 +116,6 @@ class Chunks:
             without_reduction = [model.no_sync for model in wrapped]
             self.transformer.no_sync_func = without_reduction if len(wrapped) > 1 else without_reduction[0]
         return replace(self, wrapped=wrapped)
-
-    def frozen(self) -> "Chunks":
-        self.unrounded.clear()
-        for model in self.models:
-            model.eval().requires_grad_(False)
-        return self
 
     @property
     def depths(self) -> int:
@@ -194,7 +179,7 @@ class Chunks:
                 f"output processor {len(results)} times for {len(batches)} micro-batches: expected one call for each"
             )
         if self.balance is not None:
-            require_losses(self.models, losses)
+            layers.require_losses(self.models, losses)
             self.balance.current = Current(None, recomputing=False)
         return results
 
@@ -259,51 +244,47 @@ def build_chunks(config: PreTrainedConfig, transformer: TransformerConfig) -> li
     config: the transformers configuration from which `transformer` was made. Under a pipeline, a tied head makes this
     a collective of the first and the last stage.
     """
-    count = transformer.virtual_pipeline_model_parallel_size
-    return [_build_chunk(config, transformer, stage) for stage in ([None] if count is None else range(count))]
-
-
-def _build_chunk(
-    config: PreTrainedConfig, transformer: TransformerConfig, vp_stage: int | None
-) -> MultiTokenGPTModel:
-    family = require_family(config)
-    place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-    block = _block_spec(config, transformer, family, vp_stage)
-    mtp, has_engine = None, transformer.transformer_impl == "transformer_engine"
-    if transformer.mtp_num_layers:  # these layers are like the last layer
-        mtp = get_gpt_mtp_block_spec(transformer, block, has_engine, vp_stage=vp_stage)
-    for layer in () if mtp is None or has_engine else mtp.layer_specs:
-        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = RmsNorm
+    family, count = require_family(config), transformer.virtual_pipeline_model_parallel_size
+    has_engine = transformer.transformer_impl == "transformer_engine"
     rows, ranks = config.vocab_size, transformer.tensor_model_parallel_size
-    model = MultiTokenGPTModel(
-        transformer,
-        block,
-        rows + -rows % ranks,  # with padding, so that each of the tensor ranks has the same number
-        config.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(**place),
-        post_process=parallel_state.is_pipeline_last_stage(**place),
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
-        position_embedding_type="rope",
-        mtp_block_spec=mtp,
-        vp_stage=vp_stage,
-    )
-    has_copy = model.mtp_process and not model.pre_process  # of the embedding, for the MTP layers
-    if has_copy and config.tie_word_embeddings:
-        model.output_layer.weight = None  # the copy is also the head's weight
-    for name, module in model.named_modules():
-        # GPTModel's own arguments express only the scaling of Llama 3.1 with its default numbers
-        if isinstance(module, RotaryEmbedding):
-            layer_type = "sliding_attention" if name.endswith("window_rotary_pos_emb") else "full_attention"
-            frequencies_C, _ = rotary_frequencies(config, layer_type)
-            module.inv_freq = frequencies_C.to(module.inv_freq.device)
-    has_embedding = model.pre_process or has_copy
-    if has_embedding and config.pad_token_id is not None:
-        model.embedding.word_embeddings.register_forward_hook(partial(_frozen_padding, config.pad_token_id))
-    if has_embedding and family.gemma:
-        scale = torch.tensor(config.hidden_size**0.5).to(transformer.params_dtype)
-        model.embedding.register_forward_hook(lambda module, inputs, hidden_SBD: hidden_SBD * scale.to(hidden_SBD))
-    # with a GPU, Megatron-Core creates the router's weight in host memory
-    return model if transformer.use_cpu_initialization else model.to(torch.cuda.current_device())
+    scale = torch.tensor(config.hidden_size**0.5).to(transformer.params_dtype)
+    chunks = []
+    for vp_stage in [None] if count is None else range(count):
+        place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+        block, mtp = _block_spec(config, transformer, family, vp_stage), None
+        if transformer.mtp_num_layers:  # these layers are like the last layer
+            mtp = get_gpt_mtp_block_spec(transformer, block, has_engine, vp_stage=vp_stage)
+        for layer in () if mtp is None or has_engine else mtp.layer_specs:
+            layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = layers.RmsNorm
+        model = MultiTokenGPTModel(
+            transformer,
+            block,
+            rows + -rows % ranks,  # with padding, so that each of the tensor ranks has the same number
+            config.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**place),
+            post_process=parallel_state.is_pipeline_last_stage(**place),
+            share_embeddings_and_output_weights=config.tie_word_embeddings,
+            position_embedding_type="rope",
+            mtp_block_spec=mtp,
+            vp_stage=vp_stage,
+        )
+        has_copy = model.mtp_process and not model.pre_process  # of the embedding, for the MTP layers
+        if has_copy and config.tie_word_embeddings:
+            model.output_layer.weight = None  # the copy is also the head's weight
+        for name, module in model.named_modules():
+            # GPTModel's own arguments express only the scaling of Llama 3.1 with its default numbers
+            if isinstance(module, RotaryEmbedding):
+                layer_type = "sliding_attention" if name.endswith("window_rotary_pos_emb") else "full_attention"
+                frequencies_C, _ = rotary_frequencies(config, layer_type)
+                module.inv_freq = frequencies_C.to(module.inv_freq.device)
+        has_embedding = model.pre_process or has_copy
+        if has_embedding and config.pad_token_id is not None:
+            model.embedding.word_embeddings.register_forward_hook(partial(_frozen_padding, config.pad_token_id))
+        if has_embedding and family.gemma:
+            model.embedding.register_forward_hook(lambda module, inputs, output: output * scale.to(output))
+        # with a GPU, Megatron-Core creates the router's weight in host memory
+        chunks.append(model if transformer.use_cpu_initialization else model.to(torch.cuda.current_device()))
+    return chunks
 
 
 def _frozen_padding(pad: int, embedding: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
@@ -325,25 +306,25 @@ def _block_spec(
     if has_engine:
         if transformer.params_dtype == torch.float32:  # its attention separates packed documents in 16 bits alone
             for layer in block.layer_specs:
-                layer.submodules.self_attention.submodules.core_attention = CausalAttention
+                layer.submodules.self_attention.submodules.core_attention = layers.CausalAttention
         return block
-    norm = block.layer_norm = partial(RmsNorm, rounds_last=family.gpt_oss)
+    norm = block.layer_norm = partial(layers.RmsNorm, rounds_last=family.gpt_oss)
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = CausalAttention
+        attention.core_attention = layers.CausalAttention
         if family.softcap:
-            attention.core_attention = partial(CausalAttention, softcap=config.attn_logit_softcapping)
+            attention.core_attention = partial(layers.CausalAttention, softcap=config.attn_logit_softcapping)
         if family.latent:
-            layer.submodules.self_attention.module = LatentAttention
-            attention.q_layernorm = attention.kv_layernorm = RmsNorm
+            layer.submodules.self_attention.module = layers.LatentAttention
+            attention.q_layernorm = attention.kv_layernorm = layers.RmsNorm
         elif family.qk_norm:
-            attention.q_layernorm = attention.k_layernorm = RmsNorm
+            attention.q_layernorm = attention.k_layernorm = layers.RmsNorm
         if family.gpt_oss:
             experts = layer.submodules.mlp.keywords["submodules"].experts.keywords["submodules"]
-            experts.linear_fc1, experts.linear_fc2 = GateUpProjection, ExpertProjection
+            experts.linear_fc1, experts.linear_fc2 = layers.GateUpProjection, layers.ExpertProjection
         if family.gemma:
-            layer.submodules.self_attention.module = GemmaAttention
-            attention.linear_proj = NormedProjection
-            layer.submodules.mlp.keywords["submodules"].linear_fc2 = NormedProjection
+            layer.submodules.self_attention.module = layers.GemmaAttention
+            attention.linear_proj = layers.NormedProjection
+            layer.submodules.mlp.keywords["submodules"].linear_fc2 = layers.NormedProjection
     return block

@@ -147,9 +147,9 @@ class MegatronEngine(Engine):
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         chunks = self.student.student
-        entries = trained_parameters(chunks, self.optimizer)
         full: dict[Tensor, Tensor | None] = {
-            entry.parameter: entry.collect(entry.gradient, everywhere=True) for entry in entries
+            entry.parameter: entry.collect(entry.on_rank(entry.parameter.main_grad), everywhere=True)  # type: ignore[attr-defined]
+            for entry in trained_parameters(chunks, self.optimizer)
         }
         yield from gather(chunks.models, chunks.table, self.student.shapes, lambda one: full.get(one)).items()
 

@@ -58,7 +58,23 @@ class MegatronProcessor:
     ):
         while isinstance(inner := getattr(model, "module", None), nn.Module):
             model = inner
-        _require_hook(model)
+        name = f"{type(model).__name__} of megatron-core {megatron.core.__shortversion__}"
+        functions = [model.forward, *([model._postprocess] if hasattr(model, "_postprocess") else [])]
+        if not all(_reads(function, "output_processor") for function in functions):
+            raise ValueError(
+                f"{name} does not call an output processor: expected a GPTModel of megatron-core 0.18 or later"
+            )
+        config = getattr(model, "config", None)
+        if getattr(config, "mtp_num_layers", None) and not isinstance(model, MultiTokenGPTModel):
+            raise ValueError(
+                f"{name} with mtp_num_layers: Megatron would also minimise its own cross-entropy from logits, beside "
+                "the processor; expected stillhouse.megatron.processor.MultiTokenGPTModel"
+            )
+        if getattr(config, "defer_embedding_wgrad_compute", False):
+            raise ValueError(
+                "defer_embedding_wgrad_compute=True keeps the inputs of the output layer, but an output processor "
+                "does not call this layer; expected False"
+            )
         require_callable(processor)
         self.processor, self.vocab_size, self.softcap, self.flat = processor, vocab_size, softcap, flat
         self._shards: dict[tuple[Any, ...], VocabShard] = {}
@@ -88,13 +104,19 @@ class MegatronProcessor:
             hook(output_layer, ())
         if output_layer.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=output_layer.tp_group)
+        group, rows = output_layer.tp_group, len(weight_VD)
+        shard: VocabShard | None = None
+        if group is not None and group.size() > 1:
+            key = (group, rows, output_layer.sequence_parallel)
+            if key not in self._shards:
+                start = group.rank() * rows
+                # with sequence parallelism, the backward of the gather sums the gradient (a reduce-scatter)
+                summed_here = not output_layer.sequence_parallel
+                self._shards[key] = VocabShard(start, start + rows, group, reduce_hidden_grad=summed_here)
+            shard = self._shards[key]
+        scale = float(scale_logits(torch.ones(())))
         head = OutputHead(
-            weight_VD,
-            output_layer.bias,
-            vocab_size=self.vocab_size,
-            scale=float(scale_logits(torch.ones(()))),
-            softcap=self.softcap,
-            shard=self._shard(output_layer, len(weight_VD)),
+            weight_VD, output_layer.bias, vocab_size=self.vocab_size, scale=scale, softcap=self.softcap, shard=shard
         )
         result = self.processor(hidden_states=hidden_states.transpose(0, 1), head=head, context=context, depth=depth)
         return (self._packed(result),) if self.flat else result
@@ -119,18 +141,6 @@ class MegatronProcessor:
             f"flat=True for a processor that returned {type(result).__name__}: expected an ObjectiveOutput, LogProbs "
             "or a tensor"
         )
-
-    def _shard(self, output_layer: Any, rows: int) -> VocabShard | None:
-        group = output_layer.tp_group
-        if group is None or group.size() == 1:
-            return None
-        key = (group, rows, output_layer.sequence_parallel)
-        if key not in self._shards:
-            start = group.rank() * rows
-            # with sequence parallelism, the backward of the gather sums the gradient (a reduce-scatter)
-            summed_here = not output_layer.sequence_parallel
-            self._shards[key] = VocabShard(start, start + rows, group, reduce_hidden_grad=summed_here)
-        return self._shards[key]
 
 
 class MultiTokenGPTModel(GPTModel):
@@ -176,26 +186,6 @@ class MultiTokenGPTModel(GPTModel):
             for depth, hidden_SBD in enumerate(hidden_states.chunk(1 + self.config.mtp_num_layers))
         ]
         return (torch.stack([packed for (packed,) in results]),) if output_processor.flat else tuple(results)
-
-
-def _require_hook(model: nn.Module) -> None:
-    name = f"{type(model).__name__} of megatron-core {megatron.core.__shortversion__}"
-    functions = [model.forward, *([model._postprocess] if hasattr(model, "_postprocess") else [])]
-    if not all(_reads(function, "output_processor") for function in functions):
-        raise ValueError(
-            f"{name} does not call an output processor: expected a GPTModel of megatron-core 0.18 or later"
-        )
-    config = getattr(model, "config", None)
-    if getattr(config, "mtp_num_layers", None) and not isinstance(model, MultiTokenGPTModel):
-        raise ValueError(
-            f"{name} with mtp_num_layers: Megatron would also minimise its own cross-entropy from logits, beside the "
-            "processor; expected stillhouse.megatron.processor.MultiTokenGPTModel"
-        )
-    if getattr(config, "defer_embedding_wgrad_compute", False):
-        raise ValueError(
-            "defer_embedding_wgrad_compute=True keeps the inputs of the output layer, but an output processor does "
-            "not call this layer; expected False"
-        )
 
 
 def _reads(function: Any, argument: str) -> bool:

@@ -44,28 +44,25 @@ class MegatronRows:
         packs: whether documents are packed. uniform_shapes: all get the largest numbers of rows and columns.
         """
         made = [_gathered_rows(batch, packs) for batch in batches]
+        # the rows and the columns of all context ranks
         shapes = [(len(ids_NK), ids_NK.shape[1]) for ids_NK, _, _ in made]
         if uniform_shapes:
-            shapes = [(max(rows for rows, _ in shapes), max(columns for _, columns in shapes))] * len(shapes)
-        return [cls._in_shape(*content, *shape, packs) for content, shape in zip(made, shapes, strict=True)]
-
-    @classmethod
-    def _in_shape(
-        cls, ids_NK: Tensor, rows: UnpackedRows, documents: Sequence[int], count: int, columns: int, packs: bool
-    ) -> Self:
-        """count, columns: of the rows of all context ranks. Those without tokens repeat a token of others.
-
-        With packed documents, the columns without tokens are a further document.
-        """
+            shapes = [(max(count for count, _ in shapes), max(columns for _, columns in shapes))] * len(shapes)
         multiple = COLUMNS * parallel_state.get_context_parallel_world_size()
-        columns += -columns % multiple
-        if columns > ids_NK.shape[1]:
-            documents = [*documents, columns - ids_NK.shape[1]] if packs else [columns]
-        row_N = torch.arange(count, device=ids_NK.device).clamp(max=len(ids_NK) - 1)
-        (columns_L, positions_L), *_ = _places(documents, parallel_state.get_context_parallel_rank())
-        ids_NL = ids_NK[row_N[:, None], torch.where(columns_L < ids_NK.shape[1], columns_L, 0).to(ids_NK.device)]
-        positions_NL = positions_L.to(ids_NK.device).expand_as(ids_NL)
-        return cls(ids_NL, positions_NL, rows, documents, borders(documents, ids_NK.device) if packs else None)
+        result = []
+        for (ids_NK, rows, documents), (count, columns) in zip(made, shapes, strict=True):
+            # rows and columns without tokens repeat a token of others; with packed documents, these columns are a
+            # further document
+            columns += -columns % multiple
+            if columns > ids_NK.shape[1]:
+                documents = [*documents, columns - ids_NK.shape[1]] if packs else [columns]
+            row_N = torch.arange(count, device=ids_NK.device).clamp(max=len(ids_NK) - 1)
+            (columns_L, positions_L), *_ = _places(documents, parallel_state.get_context_parallel_rank())
+            ids_NL = ids_NK[row_N[:, None], torch.where(columns_L < ids_NK.shape[1], columns_L, 0).to(ids_NK.device)]
+            positions_NL = positions_L.to(ids_NK.device).expand_as(ids_NL)
+            packed = borders(documents, ids_NK.device) if packs else None
+            result.append(cls(ids_NL, positions_NL, rows, documents, packed))
+        return result
 
     def pack_tokens(self, values: Tensor) -> Tensor:
         """As `pack`, for values [N·L, …], which become [B·S, …]."""

@@ -64,11 +64,6 @@ class TrainedParameter:
         empty = self.master.new_empty(0)
         return self.state.get(kind, empty) if kind in MOMENTS else self.master.detach()
 
-    @property
-    def gradient(self) -> Tensor:
-        """This rank's elements of the gradient, summed over the data ranks."""
-        return self.on_rank(self.parameter.main_grad)  # type: ignore[attr-defined]
-
     def collect(self, values: Tensor, *, everywhere: bool = False) -> Tensor | None:
         """Return the full tensor in float32 on the owner, or on all ranks; on other ranks None."""
         full = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=values.device)
@@ -239,6 +234,7 @@ class MegatronState:
     def parameters_without_moments(self) -> list[str]:
         return [] if self._steps() else self.student.trained
 
+    @torch.no_grad()
     def read(self, folder: Path, without_moments: Sequence[str]) -> None:
         """Restore the weights, moments and random state that any layout of either engine wrote.
 
@@ -268,7 +264,18 @@ class MegatronState:
         read_in_place(folder, here | steps | random)
         for block_tensor in here.values():
             block_tensor.spread()
-        self._restore(full, _only_value(map(float, steps.values())))
+        step, averages = _only_value(map(float, steps.values())), self._averages()
+        for entry in self.trained:
+            for kind in self._kinds:
+                spread = entry.spread(full.get((entry.key, kind)))
+                if kind == WEIGHT:
+                    entry.parameter.copy_(spread)
+                if kind == AVERAGE:
+                    averages[entry.parameter].copy_(spread)
+                elif entry.optimizer is not None:
+                    entry.values(kind).copy_(entry.on_rank(spread))
+            if entry.optimizer is not None:
+                entry.state["step"].fill_(step)
         for name, value in random.items():
             torch.set_rng_state(value) if name.startswith(f"{RANDOM}cpu") else torch.cuda.set_rng_state(value)
 
@@ -313,21 +320,6 @@ class MegatronState:
     @property
     def _kinds(self) -> tuple[str, ...]:
         return WEIGHT, *MOMENTS, *[AVERAGE] * (self.average is not None)
-
-    @torch.no_grad()
-    def _restore(self, full: Mapping[tuple[Any, str], Tensor], step: float) -> None:
-        averages = self._averages()
-        for entry in self.trained:
-            for kind in self._kinds:
-                tensor = entry.spread(full.get((entry.key, kind)))
-                if kind == WEIGHT:
-                    entry.parameter.copy_(tensor)
-                if kind == AVERAGE:
-                    averages[entry.parameter].copy_(tensor)
-                elif entry.optimizer is not None:
-                    entry.values(kind).copy_(entry.on_rank(tensor))
-            if entry.optimizer is not None:
-                entry.state["step"].fill_(step)
 
     def _averages(self) -> dict[nn.Parameter, Tensor]:
         """Return the averages by their parameters. Each data rank has all of them."""

@@ -61,7 +61,11 @@ class MegatronStudent(DistributedStudent):
         self.prefetch = None
         self.teacher_is_base = teacher_is_base
         self.student = student.trained(layout.degrees.replicate, **(data_parallel or {}))
-        self.teacher_chunks = None if teacher is None else teacher.frozen()
+        self.teacher_chunks = teacher
+        if teacher is not None:
+            teacher.unrounded.clear()
+            for model in teacher.models:
+                model.eval().requires_grad_(False)
         tensors, shared = decoder.state_dict(), decoder.shared_names()
         self.has_gradient = False  # whether a pass has added to the gradients since they were set to zero
         #: of the tensors of the full model; a tied head has the embedding's name

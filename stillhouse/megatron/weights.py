@@ -1,7 +1,7 @@
 """Maps the parameters of this rank's GPTModels to rectangular blocks of the full model's tensors, and loads them.
 
 table = weight_table(chunks, config, Place.current())
-require_full_coverage(table, shapes)                # a collective: each element exactly once over all ranks
+require_coverage(from_all_ranks(table), shapes)     # a collective: each element exactly once over all ranks
 for block, gradient in local_blocks(chunks, table, lambda parameter: parameter.main_grad):
     full[block.name][block.index] = gradient
 
@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -157,7 +158,7 @@ def _pieces(
     if rule is None or in_layer is None:
         raise ValueError(f"parameter '{parameter}' of Megatron-Core has no name in a {config.model_type} model")
     if parameter.startswith("mtp."):
-        prefix = f"mtp.layers.{in_layer[1]}." + "mtp_block." * (name not in MTP_NAMES)
+        prefix = f"mtp.layers.{in_layer[1]}.{'' if name in MTP_NAMES else 'mtp_block.'}"
     else:
         # Megatron-Core counts the layers of all stages from 1
         layer = chunk.get_submodule(f"decoder.layers.{in_layer[1]}").layer_number - 1  # type: ignore[operator]
@@ -191,15 +192,11 @@ def require_coverage(tables: Sequence[WeightTable], shapes: Mapping[str, Sequenc
             raise ValueError(f"tensor '{name}' of Megatron-Core's model is absent in the full model")
         regions_of.setdefault((name, is_copy), []).extend(count * [indices[key]])
     for (name, is_copy), regions in regions_of.items():
-        _require_partition(f"tensor '{name}'" + " of the last stage's copy" * is_copy, tuple(shapes[name]), regions)
+        what = f"tensor '{name}' of the last stage's copy" if is_copy else f"tensor '{name}'"
+        _require_partition(what, tuple(shapes[name]), regions)
 
 
-def require_full_coverage(table: WeightTable, shapes: Mapping[str, Sequence[int]]) -> None:
-    """As `require_coverage`, of this rank's table and those of all other ranks. A collective of all ranks."""
-    require_coverage(_gathered(table), shapes)
-
-
-def _gathered(item: Any) -> list[Any]:
+def from_all_ranks(item: Any) -> list[Any]:
     """Return an object of each rank. A collective of all ranks."""
     objects: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(objects, item)
@@ -214,7 +211,7 @@ def local_blocks(
     value: returns a tensor of the shape of a parameter or a buffer, or None to leave it out.
     """
     for block in table.blocks:
-        tensor = value(tensor_of(chunks[block.chunk], block.parameter))
+        tensor = value(attrgetter(block.parameter)(chunks[block.chunk]))
         if tensor is not None:
             yield block, tensor[block.local]
 
@@ -229,7 +226,7 @@ def gather(
     parts_here = [(block.name, block.index, part.detach()) for block, part in local_blocks(chunks, table, value)]
     full: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
-    for name, index, part in (entry for parts in _gathered(parts_here) for entry in parts):
+    for name, index, part in (entry for parts in from_all_ranks(parts_here) for entry in parts):
         tensor = full.setdefault(name, part.new_full(tuple(shapes[name]), torch.nan))
         key = name, index_key(index)
         if key in seen and not torch.equal(tensor[index], part):
@@ -237,12 +234,6 @@ def gather(
         seen.add(key)
         tensor[index] = part
     return full
-
-
-def tensor_of(chunk: nn.Module, name: str) -> Tensor:
-    """Return a parameter or a buffer."""
-    module, _, leaf = name.rpartition(".")
-    return getattr(chunk.get_submodule(module), leaf)
 
 
 def index_key(index: Index) -> tuple[tuple[int, int], ...]:
@@ -298,7 +289,7 @@ def load_from_source(
             if source.load_weights is not None:
                 _shard(part, chunk_table.blocks, shared, meshes)
                 for _, parameter in chunk_table.shapes:
-                    tensor_of(chunk, parameter).untyped_storage().resize_(0)
+                    attrgetter(parameter)(chunk).untyped_storage().resize_(0)
                 source.load_weights(part)
             unrounded |= copy_tensors(chunks, chunk_table, _freed_after_use(part, shared))
             save_as(decoder.pretrained, part.pretrained)
@@ -318,13 +309,13 @@ def copy_tensors(
     for block in table.blocks:
         blocks[block.name].append(block)
     unrounded: dict[Key, Tensor] = {}
-    untouched = {key: tensor_of(chunks[key[0]], key[1]) for key in table.shapes}
+    untouched = {(number, name): attrgetter(name)(chunks[number]) for number, name in table.shapes}
     for name, tensor in tensors:
         place = shard_slices(tensor)
         for block in blocks.pop(name, ()):
             if (parameter := untouched.pop(block.key, None)) is not None:
                 _allocate_zeros(parameter)
-            whole = tensor_of(chunks[block.chunk], block.parameter)
+            whole: Tensor = attrgetter(block.parameter)(chunks[block.chunk])
             target, within = whole[block.local], list[slice | int]()
             for part, shard in zip(block.index, place, strict=True):
                 first = shard.start

@@ -121,13 +121,7 @@ def read_objects(path: Path, notes: list[str]) -> Iterator[tuple[str, int, dict[
 
 def read_object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None if there is no file. Raises ValueError for any other content."""
-    if not path.is_file():
-        return None
-    with reading(f"{path}: not JSON"):
-        value = json.loads(path.read_bytes())
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
+    return parse_object(path.read_bytes(), str(path)) if path.is_file() else None
 
 
 def validated(kind: Callable[..., T], value: object, where: str) -> T:
@@ -142,11 +136,11 @@ def validated(kind: Callable[..., T], value: object, where: str) -> T:
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """Parse a line without its newline. Raises ValueError with `where`."""
-    with reading(f"{where}: not a JSON object"):
+    """Parse a line without its newline, or a whole file. Raises ValueError with `where`."""
+    with reading(f"{where}: not JSON"):
         value = json.loads(raw)
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: expected an object, got {escaped(raw[:80].decode(errors='replace'))}")
+        raise ValueError(f"{where}: expected a JSON object, got {escaped(raw[:80].decode(errors='replace'))}")
     return value
 
 

@@ -8,7 +8,7 @@ import importlib.util
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Self
 
@@ -42,15 +42,6 @@ class TrackerState(BaseModel):
     sent: dict[str, dict[str, int]] = {}
 
     @classmethod
-    def is_own(cls, folder: RunFolder) -> bool:
-        """Whether the folder has a valid trackers.json that was not copied from another run's folder."""
-        path = folder.path / FILE
-        try:
-            return path.exists() and cls.model_validate_json(path.read_bytes()).name == folder.path.resolve().name
-        except ValidationError:
-            return False
-
-    @classmethod
     def open(cls, folder: RunFolder, log_bytes: int) -> Self:
         """The state of a run that resumes after the first `log_bytes` bytes of its metrics.jsonl. `active` is empty.
 
@@ -66,14 +57,19 @@ class TrackerState(BaseModel):
             raise ValueError(f"{path} is damaged: {error.errors()[0]['msg'].lower()}; {remedy}") from error
         if state.name != name:
             raise ValueError(f"{path} belongs to the run {state.name}, and this folder is {name}; {remedy}")
-        steps = _steps(folder, log_bytes)
+        # the last step of each metric in the lines of metrics.jsonl that will be removed
+        steps: dict[str, int] = {}
+        content = folder.metrics.read_bytes()[log_bytes:] if folder.metrics.is_file() else b""
+        for raw in content.split(b"\n")[:-1]:  # a line is sent after it has been written: not an incomplete last one
+            try:
+                line = parse_metrics(raw, "")
+            except ValueError as error:
+                raise ValueError(f"{folder.metrics} is damaged after byte {log_bytes:,}: {raw[:60]!r}") from error
+            steps |= _later(steps, dict.fromkeys(line.values, int(line.step)))
         for name in state.active:
             state.sent[name] = _later(state.sent.get(name, {}), steps)
         state.active = []
         return state
-
-    def save(self, folder: RunFolder) -> None:
-        folder.write_text(FILE, self.model_dump_json(indent=1))
 
 
 class Trackers:
@@ -112,7 +108,7 @@ class Trackers:
             del self._trackers[name]
             self._state.active.remove(name)
             self._state.sent[name] = _later(self._state.sent.get(name, {}), self._logged)
-            self._state.save(self._folder)
+            self._folder.write_text(FILE, self._state.model_dump_json(indent=1))
             self._warn(
                 f"warning: track: {name} failed {when} ({type(cause).__name__}: {cause}) and gets nothing more; "
                 "metrics.jsonl has everything"
@@ -146,7 +142,10 @@ def open_trackers(
             if not hasattr(kind, attribute):
                 raise ValueError(f"track: {name} is {kind}, which has no `{attribute}`: expected a class as Tracker")
     sending = [name for name, kind in kinds.items() if not kind.in_folder]
-    keeps_state = bool(sending) or TrackerState.is_own(folder)
+    keeps_state, path = bool(sending), folder.path / FILE
+    if not keeps_state and path.exists():
+        with suppress(ValidationError):  # a valid file that was not copied from another run's folder
+            keeps_state = TrackerState.model_validate_json(path.read_bytes()).name == folder.path.resolve().name
     state = TrackerState.open(folder, progress.log_bytes) if keeps_state else TrackerState(name=folder.path.name)
     own_ids, trackers = state.__pydantic_extra__, dict[str, Tracker]()
     try:
@@ -162,22 +161,10 @@ def open_trackers(
         state.active = sending
     finally:
         if keeps_state:
-            state.save(folder)  # also if a tracker fails to start, so that the next process continues the other runs
+            # also if a tracker fails to start, so that the next process continues the other runs
+            folder.write_text(FILE, state.model_dump_json(indent=1))
     return Trackers(folder, trackers, state, warn)
 
 
 def _later(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
     return {key: max(a.get(key, -1), b.get(key, -1)) for key in a | b}
-
-
-def _steps(folder: RunFolder, log_bytes: int) -> dict[str, int]:
-    """The last step of each metric in the lines of metrics.jsonl after `log_bytes`; these lines will be removed."""
-    last_steps: dict[str, int] = {}
-    content = folder.metrics.read_bytes()[log_bytes:] if folder.metrics.is_file() else b""
-    for raw in content.split(b"\n")[:-1]:  # a line is sent after it has been written: not an incomplete last one
-        try:
-            line = parse_metrics(raw, "")
-        except ValueError as error:
-            raise ValueError(f"{folder.metrics} is damaged after byte {log_bytes:,}: {raw[:60]!r}") from error
-        last_steps |= _later(last_steps, dict.fromkeys(line.values, int(line.step)))
-    return last_steps

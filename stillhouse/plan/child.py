@@ -47,7 +47,10 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_hooks() -> None:
-    """Load the hooks into this process. Raises ValueError if torch is loaded already, or without a C++ compiler."""
+    """Load the hooks into this process. They are compiled once for the installed torch, in the user's cache folder.
+
+    Raises ValueError if torch is loaded already, if there is no C++ compiler, or if it fails.
+    """
     if "torch" in sys.modules:
         raise ValueError("torch is loaded already: expected a process in which the hooks are loaded first")
     spec = find_spec("torch")
@@ -57,34 +60,25 @@ def load_hooks() -> None:
     for library in (torch / "lib" / name for name in _LIBRARIES):
         if library.exists():
             ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(_hooks_library(torch)), ctypes.RTLD_GLOBAL)
-
-
-def _hooks_library(torch: Path) -> Path:
-    """Return the compiled library for the installed torch. It is compiled once and kept in the user's cache folder.
-
-    Raises ValueError if there is no C++ compiler, or if it fails.
-    """
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
     if compiler is None:
         raise ValueError("no C++ compiler: expected g++, clang++ or c++ on the PATH, or the variable CXX")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stillhouse" / "hooks"
     key = hashlib.sha256(_SOURCE.read_bytes() + f"{version('torch')} {torch} {compiler}".encode()).hexdigest()
-    library = cache / f"{key[:20]}.so"
-    if library.exists():
-        return library
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        compiled = Path(folder) / library.name
-        headers = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
-        libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
-        command = [compiler, "-shared", "-fPIC", "-std=c++20", *headers, str(_SOURCE), "-o", str(compiled)]
-        result = subprocess.run([*command, *libraries], capture_output=True, text=True)
-        if result.returncode:
-            reason = (result.stderr.strip() or "no message").splitlines()[-1]
-            raise ValueError(f"{compiler} cannot compile {_SOURCE.name} for torch {version('torch')}: {reason}")
-        compiled.replace(library)
-    return library
+    hooks = cache / f"{key[:20]}.so"
+    if not hooks.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            compiled = Path(folder) / hooks.name
+            headers = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
+            libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
+            command = [compiler, "-shared", "-fPIC", "-std=c++20", *headers, str(_SOURCE), "-o", str(compiled)]
+            result = subprocess.run([*command, *libraries], capture_output=True, text=True)
+            if result.returncode:
+                reason = (result.stderr.strip() or "no message").splitlines()[-1]
+                raise ValueError(f"{compiler} cannot compile {_SOURCE.name} for torch {version('torch')}: {reason}")
+            compiled.replace(hooks)
+    ctypes.CDLL(str(hooks), ctypes.RTLD_GLOBAL)
 
 
 if __name__ == "__main__":

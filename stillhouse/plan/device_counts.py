@@ -167,7 +167,7 @@ class DeviceCounts(TorchDispatchMode):
         if operations:
             self.counts.products[str(operand.dtype).removeprefix("torch.")] += operations
         else:
-            self.counts.traffic += sum(map(_bytes, tensors))
+            self.counts.traffic += sum(tensor.nbytes for tensor in tensors)
 
     def _count_wait(
         self, name: str, args: Sequence[Any], options: Mapping[str, Any], inputs: Sequence[Tensor]
@@ -208,7 +208,7 @@ class DeviceCounts(TorchDispatchMode):
                 break
         key = f"{axis} {name.strip('_')}"
         self.counts.messages[key] += 1
-        self.counts.sent[key] += max(map(_bytes, inputs), default=0)
+        self.counts.sent[key] += max((tensor.nbytes for tensor in inputs), default=0)
 
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -250,10 +250,6 @@ class DeviceCounts(TorchDispatchMode):
 
 def _is_on_device(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"  # a fake tensor dispatches an operation to answer `is_cuda`
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _place() -> str:

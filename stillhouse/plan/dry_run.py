@@ -106,8 +106,18 @@ def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
     teacher = sum(len(stages[number].teacher) for number in numbers) / len(numbers) - 1
     steps = _short_steps(rank)
     base = steps["base"]
-    total = _extrapolated(base, (student, steps["student"]), (teacher, steps["teacher"]))
-    return asdict(replace(total, model_operations=base.tokens * rank.operations_per_token))
+    further = [(student, steps["student"]), (teacher, steps["teacher"])]
+
+    def total(before: Any, others: list[Any]) -> Any:
+        """Return a count, and for each further step so many times what it counts more."""
+        if isinstance(before, Mapping):
+            keys = dict.fromkeys(key for counts in (before, *others) for key in counts)
+            return {key: total(before.get(key, 0), [other.get(key, 0) for other in others]) for key in keys}
+        return before + sum(factor * (other - before) for (factor, _), other in zip(further, others, strict=True))
+
+    names = ("kernels", "traffic", *_MAPS)
+    sums = {name: total(getattr(base, name), [getattr(step, name) for _, step in further]) for name in names}
+    return asdict(replace(base, model_operations=base.tokens * rank.operations_per_token, **sums))
 
 
 def _counted(planned: PlannedRank, model_operations: float = 0.0) -> RankCounts:
@@ -172,17 +182,3 @@ def _write_short_model(model: str, folder: Path, layers: int) -> None:
     language["num_hidden_layers"] = layers
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values))
-
-
-def _extrapolated(base: RankCounts, *steps: tuple[float, RankCounts]) -> RankCounts:
-    """Return the counts of a step, and for each (factor, other step) so many times what the other counts more."""
-
-    def total(before: Any, others: list[Any]) -> Any:
-        if isinstance(before, Mapping):
-            keys = dict.fromkeys(key for counts in (before, *others) for key in counts)
-            return {key: total(before.get(key, 0), [other.get(key, 0) for other in others]) for key in keys}
-        return before + sum(factor * (other - before) for (factor, _), other in zip(steps, others, strict=True))
-
-    names = ("kernels", "traffic", *_MAPS)
-    sums = {name: total(getattr(base, name), [getattr(step, name) for _, step in steps]) for name in names}
-    return replace(base, **sums)

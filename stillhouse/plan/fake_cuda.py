@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed._tools.fake_collectives  # registers collectives of fake tensors
@@ -52,21 +53,15 @@ def fake_cuda(properties: SimpleNamespace) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(dry_run(ANSWERS))
-        answers = [(torch.cuda, name, answer) for name, answer in _answers(properties).items()]
-        for owner, name, replacement in [*answers, *_replacements()]:
-            if name in vars(owner):
-                stack.callback(setattr, owner, name, vars(owner)[name])
-            else:
-                stack.callback(delattr, owner, name)
-            setattr(owner, name, replacement)
+        for owner, name, replacement in _replacements(properties):
+            stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
         yield
 
 
-def _answers(properties: SimpleNamespace) -> dict[str, Any]:
-    """Functions of `torch.cuda`; each asks the driver otherwise."""
-    capability = (properties.major, properties.minor)
-    random_state = torch.zeros(16, dtype=torch.uint8)
-    return {
+def _replacements(properties: SimpleNamespace) -> list[tuple[Any, str, Any]]:
+    """Functions of torch that ask the driver, or read values of tensors which have none under `FakeTensorMode`."""
+    capability, random_state = (properties.major, properties.minor), torch.zeros(16, dtype=torch.uint8)
+    answers = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "current_device": lambda: 0,
@@ -90,12 +85,9 @@ def _answers(properties: SimpleNamespace) -> dict[str, Any]:
         "get_rng_state": lambda device=None: random_state,
         "set_rng_state": _nothing,
     }
-
-
-def _replacements() -> list[tuple[Any, str, Any]]:
-    """Functions of torch that ask the driver, or read values of tensors which have none under `FakeTensorMode`."""
     real = unset_fake_temporarily()
     replacements: list[tuple[Any, str, Any]] = [
+        *((torch.cuda, name, answer) for name, answer in answers.items()),
         # packages for CUDA look for it when they are imported
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
         # a fake tensor keeps its device in an attribute, which another `data` would not change

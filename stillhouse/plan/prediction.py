@@ -104,12 +104,8 @@ class RankTime:
     exposed: float
 
     @property
-    def computing(self) -> float:
-        return max(self.products + self.traffic, self.launches)
-
-    @property
     def seconds(self) -> float:
-        return self.computing + self.exposed
+        return max(self.products + self.traffic, self.launches) + self.exposed
 
     @property
     def bound(self) -> str:

@@ -103,7 +103,12 @@ def rank_steps(planned: PlannedRank, properties: SimpleNamespace, tokens: Sequen
     properties: of the device, see `fake_cuda`. tokens: `train.tokens_per_step` of each step.
     Raises the errors of a run whose models do not fit their layout.
     """
-    with dry_run(_ANSWERS), fake_cuda(properties), _fake_processes(planned.rank, planned.ranks):
+    with dry_run(_ANSWERS), fake_cuda(properties), ExitStack() as stack:
+        if planned.ranks > 1:  # a job whose other ranks do not exist
+            dist.init_process_group("fake", store=FakeStore(), rank=planned.rank, world_size=planned.ranks)
+            stack.callback(dist.destroy_process_group)
+            # the number of a micro-batch has no value
+            stack.enter_context(dry_run({Ranks.exchange: _exchange, require_next: lambda *arguments: None}))
         setup = _PlannedSetup(with_precision(planned.config))
         layout = setup.layout
         mesh = Mesh(layout.degrees, _DEVICE)
@@ -282,18 +287,6 @@ def _labelled(engine: Engine, source: SignalSource, device: DeviceCounts) -> Ite
 
             hooks.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
             hooks.callback(module.register_forward_hook(leave).remove)
-        yield
-
-
-@contextmanager
-def _fake_processes(rank: int, processes: int) -> Iterator[None]:
-    """Within the block, this process is a rank of a job whose other ranks do not exist."""
-    with ExitStack() as stack:
-        if processes > 1:
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
-            stack.callback(dist.destroy_process_group)
-            # the number of a micro-batch has no value
-            stack.enter_context(dry_run({Ranks.exchange: _exchange, require_next: lambda *arguments: None}))
         yield
 
 

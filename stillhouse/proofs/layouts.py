@@ -58,13 +58,18 @@ def build_proven_runner(
     """Build this process's runner (`build_runner`), and prove its models, and that a student without noise has none.
 
     Raises ValueError for a model that does not fit the layout, and ProofError for a model that gives wrong results.
+    A collective of all processes; all of them raise ProofError.
     """
     runner = build_runner(layout, mesh, student, teacher, teacher_head_only=teacher_head_only)
     if needs_proof(layout, mesh, student, teacher):
         has_layers = student.teacher_is_base or (teacher is not None and not teacher_head_only)
         prove_runner(runner, student, teacher, teacher_in_stages=has_layers)
     if student.without_noise and student.has_values:
-        prove_no_noise(runner, student.name)
+        with in_mode(*runner.decoders, training=True), layers_not_compiled():
+            hidden = ProbeForward(runner, {}).exchanged(other_noise=True)
+        with _raised(runner, student.name):
+            require_no_noise(runner.decoders[-1], hidden)
+        _reshard(runner)
     return runner
 
 
@@ -111,18 +116,6 @@ def prove_runner(
                 alone = ProbeForward(runner, {})
                 inputs_of = partial(alone.inputs, alone.micro_batch())
                 runner.summed_over_tensor_ranks = layers.partial_gradients(runner, inputs_of)
-
-
-def prove_no_noise(runner: Runner, name: str) -> None:
-    """Prove that a runner's student, called `name`, does not depend on random numbers in train mode. A collective of
-    all processes; all of them raise ProofError.
-    """
-    forward = ProbeForward(runner, {})
-    with in_mode(*runner.decoders, training=True), layers_not_compiled():
-        hidden = forward.exchanged(other_noise=True)
-    with _raised(runner, name):
-        require_no_noise(runner.decoders[-1], hidden)
-    _reshard(runner)
 
 
 def prove_heads(mesh: Mesh, decoders: Mapping[str, Decoder]) -> None:
@@ -174,8 +167,10 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
 def _require_same_packing(runner: Runner, sides: Sequence[_Side]) -> None:
     """Raise ValueError on all ranks if they pack documents in different ways and so would run other collectives."""
     packings = [side.decoders[0].packing for side in sides]
-    suffixes = [" with variable-length attention" * packing.attention.reads_lengths for packing in packings]
-    names = [packing.name + suffix for packing, suffix in zip(packings, suffixes, strict=True)]
+    names = [
+        f"{packing.name} with variable-length attention" if packing.attention.reads_lengths else packing.name
+        for packing in packings
+    ]
     first, *others = runner.ranks.gather(names)
     for rank, other in enumerate(others, start=1):
         for side, packing, packing_of_rank in zip(sides, first, other, strict=True):

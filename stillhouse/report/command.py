@@ -6,7 +6,7 @@ rebinding).
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -54,7 +54,9 @@ def report(
         raise misused("--port has an effect only with --watch")
     others = [*compare, *run_dirs[1:]]
     if watch:
-        serve_page(run_dirs[0], others, port, lambda url: print_escaped(f"{url} (Ctrl-C ends it)"))
+        with ReportServer(run_dirs[0], others, port) as server:
+            print_escaped(f"{server.url} (Ctrl-C ends it)")
+            server.serve_forever()
         return
     from stillhouse.report.page import write_report
 
@@ -98,13 +100,6 @@ class ReportServer(ThreadingHTTPServer):
             self._page = page.encode("utf-8", errors="xmlcharrefreplace")
             self._version = version
         return self._version, self._page
-
-
-def serve_page(run_dir: Path, compare: Sequence[Path], port: int, announce: Callable[[str], object]) -> None:
-    """Serve the page until the process gets a signal. announce: called with the address."""
-    with ReportServer(run_dir, compare, port) as server:
-        announce(server.url)
-        server.serve_forever()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -35,7 +35,7 @@ class Chart:
     keys: the metric of each side, of which the first is drawn solid. Most charts have one unnamed side.
     log: whether the axis is initially logarithmic; of a chart without series, whether it is if the values span a
         large range. positive: whether a logarithmic axis can show all values.
-    explanations: a sentence for each metric. label: the curves in words.
+    explanations: a sentence for each metric. label: the curves in words, for readers who cannot see them.
     """
 
     group: str
@@ -67,7 +67,13 @@ def draw_charts(runs: Sequence[Run]) -> list[Chart]:
         values = [value for curve in series for value in curve["values"] if value is not None]
         positive = min(values) > 0
         log = chart.log and positive and max(values) / min(values) >= LOG_FROM
-        label = _label(chart, series, runs)
+        words = []
+        for curve in series:
+            points = [(s, v) for s, v in zip(curve["steps"], curve["values"], strict=True) if v is not None]
+            name = " ".join(filter(None, (runs[curve["run"]].path.resolve().name, curve["side"])))
+            (first_step, first), (last_step, last) = points[0], points[-1]
+            words.append(f"{name} {first:.4g} at step {first_step:g}, {last:.4g} at step {last_step:g}")
+        label = f"{', '.join(filter(None, (chart.title, chart.unit)))}: {'; '.join(words)}"
         drawn.append(replace(chart, keys=keys, series=series, log=log, positive=positive, label=label))
     return drawn
 
@@ -161,14 +167,3 @@ def _thin(points: Points) -> Points:
 def _sections(points: Points) -> Iterator[Points]:
     stretch = math.ceil(len(points) / (POINTS // 2))
     return (points[start : start + stretch] for start in range(0, len(points), stretch))
-
-
-def _label(chart: Chart, series: list[Series], runs: Sequence[Run]) -> str:
-    """Return the chart in words, for readers who cannot see it."""
-    parts = []
-    for curve in series:
-        points = [(s, v) for s, v in zip(curve["steps"], curve["values"], strict=True) if v is not None]
-        name = " ".join(filter(None, (runs[curve["run"]].path.resolve().name, curve["side"])))
-        (first_step, first), (last_step, last) = points[0], points[-1]
-        parts.append(f"{name} {first:.4g} at step {first_step:g}, {last:.4g} at step {last_step:g}")
-    return f"{', '.join(filter(None, (chart.title, chart.unit)))}: {'; '.join(parts)}"

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
@@ -50,12 +50,8 @@ _DATA_LABELS = {
 }
 
 
-class Figure(NamedTuple):
-    """One number of the summary. texts: one per run; None if the run does not have this number."""
-
-    name: str
-    unit: str
-    texts: list[str | None]
+#: a number of the summary: its name, its unit, and a text for each run, which is None if the run does not have it
+Figure = tuple[str, str, list[str | None]]
 
 
 def write_report(run_dir: Path, compare: Sequence[Path] = (), out: Path | None = None) -> Path:
@@ -203,7 +199,7 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
         metric, pairs = known_metric(key), [run.first_and_last(key) for run in runs]
         form = "{:.1%}" if metric.percent else "{:.3f}"
         texts = [" → ".join(map(form.format, pair)).replace("%", " %") if pair else None for pair in pairs]
-        return Figure(metric.title, metric.unit, texts)
+        return metric.title, metric.unit, texts
 
     last = [run.lines[-1] if run.lines else None for run in runs]
     steps = [f"{line.step:,}" if line else None for line in last]
@@ -219,9 +215,9 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
         results.append(figure("rollout/reward"))
     return [
         *results,
-        Figure("Tokens", "predicted in training", tokens),
-        Figure("Steps", "of the optimizer", steps),
-        Figure("Time", "", seconds),
+        ("Tokens", "predicted in training", tokens),
+        ("Steps", "of the optimizer", steps),
+        ("Time", "", seconds),
     ]
 
 

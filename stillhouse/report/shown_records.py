@@ -36,14 +36,6 @@ SHADES = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 _MARKS = {chr(code): chr(0x2400 + code) for code in range(0x20)} | {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
 
 
-class Prompt(NamedTuple):
-    """A held-out prompt with its completions, in the order of steps."""
-
-    last: EvalSample
-    shown: list[EvalSample]
-    folded: list[EvalSample]
-
-
 def step_summary(samples: Sequence[SampleRecord]) -> str:
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     targets = [token for sample in samples for token in sample.tokens if token.target]
@@ -79,8 +71,8 @@ def staleness_rows(counts: Mapping[int, int]) -> list[tuple[str, int, float]]:
     return [(steps, count, count / sum(counts.values())) for steps, count in rows.items()]
 
 
-def over_time(samples: Sequence[EvalSample]) -> list[Prompt]:
-    """Return the held-out prompts with their completions."""
+def over_time(samples: Sequence[EvalSample]) -> list[tuple[EvalSample, list[EvalSample], list[EvalSample]]]:
+    """Return the completions of each held-out prompt: the last one, those that are shown, those that are folded."""
     by_prompt: dict[tuple[str, int], list[EvalSample]] = {}
     for sample in sorted(samples, key=lambda sample: (sample.key, sample.number, sample.step)):
         by_prompt.setdefault((sample.key, sample.number), []).append(sample)
@@ -90,7 +82,7 @@ def over_time(samples: Sequence[EvalSample]) -> list[Prompt]:
         # evenly chosen, with the first and the last one
         chosen = {round(index * (len(completions) - 1) / max(1, count - 1)) for index in range(count)}
         folded = [sample for index, sample in enumerate(completions) if index not in chosen]
-        prompts.append(Prompt(completions[-1], [completions[index] for index in sorted(chosen)], folded))
+        prompts.append((completions[-1], [completions[index] for index in sorted(chosen)], folded))
     return prompts
 
 

@@ -23,7 +23,7 @@ from stillhouse.loops.session import Data, RolloutPlan, Session
 from stillhouse.models import eos_ids
 from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import Ranks
-from stillhouse.rollout import Completion, GenerationRequest, Sample, Samples
+from stillhouse.rollout import Completion, Sample, Samples
 from stillhouse.rollout.reward import mean_and_deviation
 from stillhouse.rollout.rollout import errors_of_signals
 from stillhouse.user_code.functions import REWARD
@@ -129,12 +129,11 @@ class _StandIn:
         with self._ranks.shared(*kinds):
             while samples is not None and (requests := samples.next_requests()):
                 for request in requests:
-                    samples.inbox.put((request.number, self._completion(request)))
-
-    def _completion(self, request: GenerationRequest) -> Completion:
-        room = (request.max_new_tokens or len(self._text) + 1) - len(self._end)
-        ids_N = np.array([*self._text[:room], *self._end], dtype=np.int32)
-        return Completion(ids_N, np.zeros(len(ids_N), np.float32), np.zeros(len(ids_N), np.int32), "stop")
+                    room = (request.max_new_tokens or len(self._text) + 1) - len(self._end)
+                    ids_N = np.array([*self._text[:room], *self._end], dtype=np.int32)
+                    zeros_N = np.zeros_like(ids_N)
+                    completion = Completion(ids_N, zeros_N.astype(np.float32), zeros_N, "stop")
+                    samples.inbox.put((request.number, completion))
 
 
 def in_brackets(tokenizer: PreTrainedTokenizerBase, ids_N: np.ndarray, is_marked_N: np.ndarray) -> str:

@@ -98,11 +98,7 @@ def write_cache(
     inputs, other = data.train.media_inputs, data.teacher_media.get(SINGLE)
     splits = [(split, split.as_read_by(SINGLE)) for split in data_splits(data)]
     teacher_inputs = None if inputs is None else inputs.teachers.get(SINGLE, inputs)
-
-    def read(places: Sequence[int]) -> list[dict[str, Tensor]]:
-        parts = groupby((entries[place] for place in places), key=lambda entry: entry.split)
-        return [tensors for _, part in parts for tensors in _read(store, splits, teacher_inputs, list(part))]
-
+    read = partial(_read, store, splits, teacher_inputs, entries)
     watchdog.enter("writing the cache", timed=False)
     with closing(store):
         documents = [entry.document for entry in entries]
@@ -144,27 +140,28 @@ def _read(
     splits: Sequence[tuple[Documents, Documents]],
     media_inputs: MediaInputs | None,
     entries: Sequence[CacheEntry],
+    places: Sequence[int],
 ) -> list[dict[str, Tensor]]:
     """Request signals of documents as the teacher reads them, and return them in the student's rows.
 
     splits: the documents of each split, for the student and as the teacher reads them. media_inputs: the teacher's.
+    places: of the documents in `entries`.
     """
-    requests: list[DocumentRows] = []
-    rows: list[np.ndarray] = []
-    substitutions = [documents.substitutions_of(SINGLE) for documents, _ in splits]
-    for split, number, document in entries:
-        as_read = splits[split][1]
-        teacher_rows = substitutions[split].rows(number, len(document.tokens))
-        # a row that predicts a token of media has no weight in a run: the row before it stands for it
-        row_N = np.maximum.accumulate(teacher_rows[document.rows.start : document.rows.stop])
-        media = None if media_inputs is None else media_inputs.of(as_read, number)
-        span = range(int(row_N[0]), int(row_N[-1]) + 1)
-        requests.append(DocumentRows(as_read.tokens(number), span, source=document.source, media=media))
-        rows.append(row_N - span.start)
-    return [
-        {name: values[row_N] for name, values in tensors.items()}
-        for tensors, row_N in zip(store.read(requests), rows, strict=True)
-    ]
+    result: list[dict[str, Tensor]] = []
+    for split, part in groupby((entries[place] for place in places), key=lambda entry: entry.split):
+        documents, as_read = splits[split]
+        substitutions, requests, rows = documents.substitutions_of(SINGLE), list[DocumentRows](), list[np.ndarray]()
+        for _, number, document in part:
+            teacher_rows = substitutions.rows(number, len(document.tokens))
+            # a row that predicts a token of media has no weight in a run: the row before it stands for it
+            row_N = np.maximum.accumulate(teacher_rows[document.rows.start : document.rows.stop])
+            media = None if media_inputs is None else media_inputs.of(as_read, number)
+            span = range(int(row_N[0]), int(row_N[-1]) + 1)
+            requests.append(DocumentRows(as_read.tokens(number), span, source=document.source, media=media))
+            rows.append(row_N - span.start)
+        for tensors, row_N in zip(store.read(requests), rows, strict=True):
+            result.append({name: values[row_N] for name, values in tensors.items()})
+    return result
 
 
 def _local_teacher(

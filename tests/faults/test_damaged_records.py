@@ -86,7 +86,7 @@ def test_a_wrong_value_names_its_key(run_dir: Path, name: str, change: dict, mes
     ("name", "text", "message"),
     [
         ("config.yaml", "- a", "config.yaml: expected a mapping of sections, got list"),
-        ("environment.json", "[]", "environment.json: expected a JSON object, got list"),
+        ("environment.json", "[]", "environment.json: expected a JSON object, got []"),
         ("tokens.json", '{"step": 1}', "tokens.json: documents: field required"),
         (
             "tokens.json",

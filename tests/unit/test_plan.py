@@ -88,7 +88,7 @@ def test_fsdp_runs_beside_computation() -> None:
     assert hidden.overlapped == pytest.approx(7 / 8 * 40e9 / (450e9 * LINKS) + 100 * 15e-6)
     assert hidden.exposed == pytest.approx(hidden.overlapped / 100)
     slow = rank_time(replace(rank, sent={"shard allgather_base": 4e12}), H100, 8)
-    assert slow.exposed == pytest.approx(slow.overlapped - slow.computing)
+    assert slow.exposed == pytest.approx(slow.overlapped - slow.products)
     assert slow.bound == "network"
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from kit.report_runs import Page, make_run
 
 from stillhouse.cli import cli
-from stillhouse.report.command import ReportServer, serve_page
+from stillhouse.report.command import ReportServer
 from stillhouse.report.page import config_differences, read_runs, write_report
 
 
@@ -70,9 +70,9 @@ def test_only_this_machine_by_its_name_gets_the_page(server: ReportServer) -> No
 
 def test_a_port_that_is_taken_and_a_folder_without_a_run(server: ReportServer, run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^--port: \d+ on 127\.0\.0\.1 cannot be used"):
-        serve_page(run_dir, [], server.server_port, print)
+        ReportServer(run_dir, port=server.server_port)
     with pytest.raises(ValueError, match="contains no run"):
-        serve_page(tmp_path, [], 0, print)
+        ReportServer(tmp_path)
 
 
 def test_several_runs_have_a_page_of_their_own(run_dir: Path, tmp_path: Path) -> None:

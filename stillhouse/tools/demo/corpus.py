@@ -14,6 +14,7 @@ import hashlib
 import json
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -60,8 +61,15 @@ def collect_documents(library: Path | None = None, end: float = 1.0) -> list[Nam
     end: return only documents with a smaller hash. Documents with a larger hash do not affect the result.
     """
     library = library or Path(sysconfig.get_paths()["stdlib"])
-    texts = {name: prose(source) for name, source in module_sources(library, end)}
-    texts |= {f"topic:{topic}": text for topic, text in topics(library).items()}
+    texts = dict[str, str]()
+    for name, source in module_sources(library, end):
+        with suppress(SyntaxError):
+            tree = ast.parse(source)
+            texts[name] = "\n\n".join(text for _, text in sorted([*docstrings(tree), *comments(source, tree)]))
+    topics = library / "pydoc_data" / "topics.py"  # not every installation has it
+    for node in ast.parse(topics.read_text(encoding="utf-8")).body if topics.exists() else ():
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Dict):
+            texts |= {f"topic:{topic}": text for topic, text in ast.literal_eval(node.value).items()}
     documents = [NamedText(name, text) for name, text in texts.items() if name_hash(name) < end]
     return without_repeats(sorted(documents, key=lambda document: (name_hash(document.name), document.name)))
 
@@ -93,27 +101,6 @@ def module_sources(library: Path, end: float = 1.0) -> Iterator[tuple[str, str]]
             name = ".".join(parts).removesuffix(".__init__")
             if name_hash(name) < end:
                 yield name, path.read_text(encoding="utf-8", errors="replace")
-
-
-def topics(library: Path) -> dict[str, str]:
-    """Return the pages of `pydoc_data/topics.py`; empty if the installation does not have it."""
-    path = library / "pydoc_data" / "topics.py"
-    if not path.exists():
-        return {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Dict):
-            return ast.literal_eval(node.value)
-    return {}
-
-
-def prose(source: str) -> str:
-    """Return a module's docstrings and longer comments, in source order."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        return ""
-    blocks = sorted([*docstrings(tree), *comments(source, tree)])
-    return "\n\n".join(text for _, text in blocks)
 
 
 def docstrings(node: ast.AST, prefix: str = "") -> Iterator[tuple[int, str]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from stillhouse.config import RunConfig, load_config
+from stillhouse.config import load_config
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.held_out import held_out_metrics
 from stillhouse.parallel import single_process_runner
@@ -41,7 +41,15 @@ def run_demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: flo
     for config in configs.values():
         print()
         distill(config)
-    measured = {"teacher": (TEACHER, _teacher_metrics(configs["distilled"]) | {"tokens": 0, "seconds": 0.0})}
+    session = prepare(configs["distilled"], announce=False)
+    models, held_out, spec = session.models, session.data.evaluation, session.loss.spec
+    assert models.teacher is not None
+    assert held_out is not None
+    runner = single_process_runner(models.teacher, models.teacher)
+    engine = TorchEngine(runner, spec, autocast=models.engine.autocast)
+    models = replace(models, engine=engine, source=InStageTeacher(runner))
+    teacher_metrics = held_out_metrics(models, held_out, spec, session.schedule.held_out_tokens)
+    measured = {"teacher": (TEACHER, teacher_metrics | {"tokens": 0, "seconds": 0.0})}
     for name, config in configs.items():
         lines = map(json.loads, (Path(config.out) / "metrics.jsonl").read_text().splitlines())
         last = [record for record in lines if "eval/cross_entropy" in record][-1]
@@ -75,14 +83,3 @@ def aligned_rows(rows: list[Row]) -> str:
     first, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
     form = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
     return "\n".join(form.format(*line) for line in cells)
-
-
-def _teacher_metrics(config: RunConfig) -> dict[str, float]:
-    session = prepare(config, announce=False)
-    models, held_out, spec = session.models, session.data.evaluation, session.loss.spec
-    assert models.teacher is not None
-    assert held_out is not None
-    runner = single_process_runner(models.teacher, models.teacher)
-    engine = TorchEngine(runner, spec, autocast=models.engine.autocast)
-    models = replace(models, engine=engine, source=InStageTeacher(runner))
-    return held_out_metrics(models, held_out, spec, session.schedule.held_out_tokens)

@@ -7,7 +7,6 @@ read at all. The same command continues an interrupted run.
 """
 
 import argparse
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -27,23 +26,6 @@ CHOOSING_SHARE = 0.02  # the share of the teacher split that is not trained on, 
 PROSE_REPEATS = 2  # how often an epoch contains the prose; it contains the source code once
 
 
-def train_tokenizer(documents: Iterable[NamedText]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer that can encode and exactly decode any text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((document.text for document in documents), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
-    )
-
-
 def chooses(document: NamedText) -> bool:
     """Whether a document is used only to choose the checkpoint; the same for a module's source and its prose."""
     return name_hash("choosing:" + document.name.removeprefix("source:")) < CHOOSING_SHARE
@@ -52,7 +34,7 @@ def chooses(document: NamedText) -> bool:
 def write_inputs(out: Path, seed: int) -> None:
     """Write the documents, and a newly initialised model with a tokenizer that is trained on the training prose.
 
-    The model has 4.5 million parameters: 9 MB in bfloat16.
+    The model has 4.5 million parameters: 9 MB in bfloat16. The tokenizer, a byte-level BPE, exactly decodes any text.
     """
     split = collect_split("teacher")
     prose = [document for document in split if not chooses(document)]
@@ -60,7 +42,19 @@ def write_inputs(out: Path, seed: int) -> None:
     write_jsonl([*prose * PROSE_REPEATS, *sources], out / "train.jsonl")
     write_jsonl(filter(chooses, split), out / "choosing.jsonl")
     write_jsonl(collect_split("held_out"), out / "held_out.jsonl")
-    tokenizer = train_tokenizer(prose)
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((document.text for document in prose), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
+    )
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=256,
