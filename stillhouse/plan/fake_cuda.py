@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed._tools.fake_collectives  # registers collectives of fake tensors
@@ -54,7 +53,11 @@ def fake_cuda(properties: SimpleNamespace) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(dry_run(ANSWERS))
         for owner, name, replacement in _replacements(properties):
-            stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
+            if name in vars(owner):
+                stack.callback(setattr, owner, name, vars(owner)[name])
+            else:
+                stack.callback(delattr, owner, name)
+            setattr(owner, name, replacement)
         yield
 
 
