@@ -27,7 +27,6 @@ from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import Pipeline
 from stillhouse.parallel.ranks import Ranks
 from stillhouse.parallel.run_layout import Layout
-from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
 from stillhouse.parallel.teacher_student_pair import DecoderHead, StageInputs, StageResults, TeacherStudentPair
 
 
@@ -99,7 +98,6 @@ class DistributedStudent(Protocol):
     decoders: the student; under a pipeline, its stages on this rank.
     teacher: the teacher in the student's stages; under a pipeline, its part on this rank's first stage.
     teacher_head: the teacher's head, on ranks with the student's last stage (`has_last_stage`).
-    prefetch: the object that prefetches the teacher; None if the pipeline's schedule does not prefetch.
     """
 
     layout: Layout
@@ -108,7 +106,6 @@ class DistributedStudent(Protocol):
     teacher: Decoder | None
     teacher_head: DecoderHead | None
     has_last_stage: bool
-    prefetch: TeacherPrefetch | None
 
     @property
     def ranks(self) -> Ranks:
@@ -165,7 +162,6 @@ class Runner(DistributedStudent):
         last = pairs.get(layout.stages - 1)
         self.decoders, self.teacher = [pair.student for pair in pairs.values()], next(iter(pairs.values())).teacher
         self.has_last_stage, self.teacher_head = last is not None, None if last is None else last.teacher_head
-        self.prefetch = None if pipeline is None else pipeline.prefetch
         #: the parameters whose gradients are summed over the tensor ranks after every backward: each rank has a full
         #: copy of such a parameter, but only a partial gradient
         self.summed_over_tensor_ranks: list[nn.Parameter] = []

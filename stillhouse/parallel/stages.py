@@ -54,7 +54,6 @@ class StagePlan:
     cuts: of the backbones of the student and of the teacher, if there is a teacher model.
     tied: whether the student's embedding (first stage) and its head (last stage) are trained as one weight.
     copies_embedding: whether the last stage trains a copy of the embedding, as its tied head or for MTP layers.
-    teacher_cost: of a forward of the teacher's layers, in units of a forward of the student's layers.
     """
 
     stages: list[Stage]
@@ -63,7 +62,6 @@ class StagePlan:
     cuts: tuple[BackboneCut, BackboneCut | None]
     tied: bool
     copies_embedding: bool
-    teacher_cost: float
 
 
 @dataclass(frozen=True)

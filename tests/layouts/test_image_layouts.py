@@ -149,7 +149,6 @@ def compare(rank: Rank, case: Case) -> tuple[float, float, dict[str, float], set
         Case("qwen3_vl"),
         *(slow(Case(family)) for family in ("idefics3", "internvl", "llava_onevision", "gemma3")),
         slow(Case("qwen3_vl", Layout(Degrees(pipeline=2), "zbv"), layers=4)),
-        slow(Case("idefics3", Layout(Degrees(pipeline=2), "1f1b_ahead"))),
         slow(Case("internvl", with_images=False)),
         *(slow(Case(family, CONTEXT)) for family in ("qwen3_vl", "internvl")),
         slow(Case("qwen3_vl", CONTEXT, with_images=False)),

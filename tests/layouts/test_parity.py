@@ -60,7 +60,7 @@ QUICK = [
     Case(layout(tensor=2)),
     Case(layout(context=2)),
     Case(layout("gpipe", pipeline=2), "llama", micro_batches=4),
-    Case(layout("1f1b_ahead", pipeline=2), micro_batches=4),
+    Case(layout("1f1b", pipeline=2), micro_batches=4),
     Case(layout("interleaved", pipeline=2), micro_batches=4),
     Case(layout("zero_bubble", pipeline=2), micro_batches=4),
     Case(layout("zbv", pipeline=2), "qwen3", micro_batches=4),
@@ -89,7 +89,6 @@ SLOW = [
     # each schedule with as many micro-batches as it needs at least, and with a steady state between its ends
     Case(layout("gpipe", pipeline=4), micro_batches=2),
     Case(layout("1f1b", pipeline=4), "llama", micro_batches=8),
-    Case(layout("1f1b_ahead", pipeline=4), micro_batches=8),
     *(
         Case(layout(schedule, pipeline=stages), family, micro_batches, depth=8)
         for schedule, family, stages, micro_batches in (
@@ -101,9 +100,8 @@ SLOW = [
         )
     ),
     # schedules beside another axis, which sums gradients or gathers weights within the schedule's parts
-    Case(layout("1f1b_ahead", fsdp=2, pipeline=2), "llama", micro_batches=4),
-    Case(layout("1f1b_ahead", pipeline=2), "qwen3_moe", micro_batches=4, checkpointing=True),
-    Case(layout("1f1b_ahead", pipeline=2), top_k=8),
+    Case(layout("1f1b", pipeline=2), "qwen3_moe", micro_batches=4, checkpointing=True),
+    Case(layout("1f1b", pipeline=2), top_k=8),
     Case(layout("zbv", fsdp=2, pipeline=2), micro_batches=4),
     Case(layout("zbv", pipeline=2), "nemotron_h", micro_batches=4),  # in rows
     Case(layout("zero_bubble", tensor=2, pipeline=2), "llama", micro_batches=4),
@@ -169,10 +167,7 @@ SLOW = [
             ("qwen3_moe", "teacher", {"fsdp": 2}),
         )
     ),
-    *(
-        Case(layout(schedule, pipeline=2), family, micro_batches=4, mtp="teacher")
-        for schedule, family in (("1f1b_ahead", "qwen3"), ("interleaved", "llama"))
-    ),
+    Case(layout("interleaved", pipeline=2), "llama", micro_batches=4, mtp="teacher"),
     Case(layout(pipeline=2), "llama", mtp="teacher", teacher=layout(tensor=2), other_tokens=True),
     Case(layout(fsdp=2, tensor=2, pipeline=2), "llama", mtp="student", checkpointing=True),
     Case(layout(context=2), mtp="teacher", top_k=8),
