@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,11 +64,11 @@ class Pipeline:
 
         All micro-batches must have the same shape. Raises ValueError if the schedule does not support their number.
         """
-        step, numbers = _Step.of(inputs), torch.arange(len(inputs), device=self._device_of_numbers)
-        schedule = self._schedule_for(inputs, with_teacher=step.in_stage)
+        numbers = torch.arange(len(inputs), device=self._device_of_numbers)
         first = (numbers,) if 0 in self.stages else ()
         target = numbers if self.count - 1 in self.stages else None
-        with self._running(step):
+        with self._running(inputs) as step:
+            schedule = self._schedule_for(inputs, with_teacher=step.in_stage)
             schedule.step(*first, target=target, number=numbers, return_outputs=False)
         if self.plan.copies_embedding:
             self._sum_embedding_gradient()
@@ -79,10 +79,9 @@ class Pipeline:
         """Run micro-batches of any number and shapes without gradients, and return the results of the last stage, if
         it is on this rank. Torch's schedules are not used, because ZBV cannot run without backward (torch 2.13).
         """
-        step = _Step.of(inputs)
         outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # only of stages whose next stage is on this rank
         sends: list[tuple[Any, Tensor]] = []  # a tensor must stay alive until its message is complete
-        with self._running(step):
+        with self._running(inputs) as step:
             for number, stage in sorted(self.stages.items()):
                 source, target = (self.scheme.rank_of(other, self.ranks) for other in (number - 1, number + 1))
                 for index, batch in enumerate(inputs):
@@ -107,11 +106,14 @@ class Pipeline:
         return [step.results[key] for key in sorted(step.results) if key[0] + 1 == self.count]
 
     @contextmanager
-    def _running(self, step: "_Step") -> Iterator[None]:
+    def _running(self, inputs: Sequence[StageInputs]) -> Iterator["_Step"]:
         """Give a step to the stages. It is not an argument of a stage: torch 2.11 takes all of these for tensors."""
+        markers = [signal for batch in inputs for signal in batch.signals.values() if isinstance(signal, InStage)]
+        assert len(markers) in (0, len(inputs)), "a teacher in the stages for only some of the micro-batches"
+        step = _Step(inputs, bool(markers))
         for stage in self.stages.values():
             stage.step = step
-        yield
+        yield step
         for stage in self.stages.values():
             stage.step = None
 
@@ -181,7 +183,9 @@ class Pipeline:
 
     def _hidden(self, shape_BS: tuple[int, int], device: torch.device, *, with_teacher: bool) -> tuple[Tensor, ...]:
         sizes = (self.plan.student, self.plan.teacher if with_teacher else None)
-        return tuple(size.empty(shape_BS, device) for size in sizes if size is not None)
+        return tuple(
+            torch.empty(*shape_BS, size.width, dtype=size.dtype, device=device) for size in sizes if size is not None
+        )
 
 
 @dataclass
@@ -197,22 +201,6 @@ class _Step:
     results: dict[tuple[int, int], StageResults] = field(default_factory=dict)
     begun: Counter[int] = field(default_factory=Counter)
 
-    @classmethod
-    def of(cls, inputs: Sequence[StageInputs]) -> Self:
-        markers = [signal for batch in inputs for signal in batch.signals.values() if isinstance(signal, InStage)]
-        assert len(markers) in (0, len(inputs)), "a teacher in the stages for only some of the micro-batches"
-        return cls(inputs, bool(markers))
-
-    def begin(self, stage: int, number: Tensor) -> int:
-        """Return the micro-batch that a stage runs now. Every schedule runs a stage's micro-batches in order. number:
-        from the schedule; compared only on a CPU, because reading it from a GPU would wait for all work before it.
-        """
-        index = self.begun[stage]
-        self.begun[stage] += 1
-        if number.device.type == "cpu":
-            require_next(stage, index, number)
-        return index
-
 
 class _Stage(nn.Module):
     """Adapts a pair to torch's schedules, which pass received hidden states and the micro-batch's number."""
@@ -226,7 +214,11 @@ class _Stage(nn.Module):
     def forward(self, *received: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
         assert self.step is not None
         step = self.step
-        index = step.begin(self.number, number)
+        # every schedule runs a stage's micro-batches in order; reading a number from a GPU would wait for its work
+        index = step.begun[self.number]
+        step.begun[self.number] += 1
+        if number.device.type == "cpu":
+            require_next(self.number, index, number)
         result = self.pair(step.inputs[index], *(received if self.number else ()))
         output: Any = result.output if self.is_last else None
         step.results[self.number, index] = replace(result, output=output, teacher_BSE=None)

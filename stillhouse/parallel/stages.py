@@ -9,7 +9,6 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from stillhouse.dry_run import replaceable
 from stillhouse.models import Decoder
@@ -41,9 +40,6 @@ class HiddenSize(NamedTuple):
 
     width: int
     dtype: torch.dtype
-
-    def empty(self, shape_BS: tuple[int, int], device: torch.device) -> Tensor:
-        return torch.empty(*shape_BS, self.width, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
