@@ -84,5 +84,5 @@ def _teacher_metrics(config: RunConfig) -> dict[str, float]:
     assert held_out is not None
     runner = single_process_runner(models.teacher, models.teacher)
     engine = TorchEngine(runner, spec, autocast=models.engine.autocast)
-    models = replace(models, engine=engine, source=InStageTeacher(runner))
+    models = replace(models, engine=engine, source=InStageTeacher())
     return held_out_metrics(models, held_out, spec, session.schedule.held_out_tokens)
