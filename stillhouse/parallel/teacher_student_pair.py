@@ -150,10 +150,7 @@ class TeacherStudentPair(nn.Module):
         return DecoderHead(self.teacher, self.keep_gathered)
 
     def forward(
-        self,
-        inputs: StageInputs,
-        student_BSD: Tensor | None = None,
-        teacher_BSE: Tensor | None = None,
+        self, inputs: StageInputs, student_BSD: Tensor | None = None, teacher_BSE: Tensor | None = None
     ) -> StageResults:
         """Run a micro-batch. student_BSD, teacher_BSE: the hidden states of the previous stage."""
         watchdog.progress()
