@@ -7,10 +7,9 @@ pipeline. Every rank has all micro-batches, and finds a micro-batch by its numbe
 B rows, S tokens per row of a micro-batch; D, E widths of student and teacher.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,12 +66,13 @@ class Pipeline:
         numbers = torch.arange(len(inputs), device=self._device_of_numbers)
         first = (numbers,) if 0 in self.stages else ()
         target = numbers if self.count - 1 in self.stages else None
-        with self._running(inputs) as step:
-            schedule = self._schedule_for(inputs, with_teacher=step.in_stage)
+        with self._running(inputs) as in_stage:
+            schedule = self._schedule_for(inputs, with_teacher=in_stage)
             schedule.step(*first, target=target, number=numbers, return_outputs=False)
+            results = [result for _, stage in sorted(self.stages.items()) for result in stage.results]
         if self.plan.copies_embedding:
             self._sum_embedding_gradient()
-        return [step.results[key] for key in sorted(step.results)]
+        return results
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:
@@ -81,7 +81,7 @@ class Pipeline:
         """
         outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # only of stages whose next stage is on this rank
         sends: list[tuple[Any, Tensor]] = []  # a tensor must stay alive until its message is complete
-        with self._running(inputs) as step:
+        with self._running(inputs) as in_stage:
             for number, stage in sorted(self.stages.items()):
                 source, target = (self.scheme.rank_of(other, self.ranks) for other in (number - 1, number + 1))
                 for index, batch in enumerate(inputs):
@@ -90,7 +90,7 @@ class Pipeline:
                         received = outputs.pop((number - 1, index))
                     elif number:
                         shape_BS = batch.micro_batch.shape_BS
-                        received = self._hidden(shape_BS, self.device, with_teacher=step.in_stage)
+                        received = self._hidden(shape_BS, self.device, with_teacher=in_stage)
                         for buffer in received:
                             dist.recv(buffer, group=self._message_group(source, self.rank), group_src=source)
                     passed = stage(*received, number=torch.full((1,), index, device=self._device_of_numbers))
@@ -101,21 +101,23 @@ class Pipeline:
                         for hidden in passed:
                             group = self._message_group(self.rank, target)
                             sends.append((dist.isend(hidden, group=group, group_dst=target), hidden))
+            results = [result for stage in self.stages.values() if stage.is_last for result in stage.results]
         for message, _ in sends:
             message.wait()
-        return [step.results[key] for key in sorted(step.results) if key[0] + 1 == self.count]
+        return results
 
     @contextmanager
-    def _running(self, inputs: Sequence[StageInputs]) -> Iterator["_Step"]:
-        """Give a step to the stages. It is not an argument of a stage: torch 2.11 takes all of these for tensors."""
+    def _running(self, inputs: Sequence[StageInputs]) -> Iterator[bool]:
+        """Give a step's inputs to the stages, and yield whether a teacher runs in the stages. The inputs are not an
+        argument of a stage: torch 2.11 takes all of these for tensors.
+        """
         markers = [signal for batch in inputs for signal in batch.signals.values() if isinstance(signal, InStage)]
         assert len(markers) in (0, len(inputs)), "a teacher in the stages for only some of the micro-batches"
-        step = _Step(inputs, bool(markers))
         for stage in self.stages.values():
-            stage.step = step
-        yield step
+            stage.inputs, stage.results = inputs, []
+        yield bool(markers)
         for stage in self.stages.values():
-            stage.step = None
+            stage.inputs, stage.results = (), []
 
     def _sum_embedding_gradient(self) -> None:
         """Set the gradients of the first stage's embedding and of its copy on the last stage to their sum."""
@@ -188,40 +190,26 @@ class Pipeline:
         )
 
 
-@dataclass
-class _Step:
-    """The micro-batches and results of one call.
-
-    inputs: by the micro-batch's number. results: by the numbers of the stage and of the micro-batch.
-    in_stage: whether a teacher runs in the stages. begun: by stage, the number of micro-batches that it has begun.
-    """
-
-    inputs: Sequence[StageInputs]
-    in_stage: bool
-    results: dict[tuple[int, int], StageResults] = field(default_factory=dict)
-    begun: Counter[int] = field(default_factory=Counter)
-
-
 class _Stage(nn.Module):
-    """Adapts a pair to torch's schedules, which pass received hidden states and the micro-batch's number."""
+    """Adapts a pair to torch's schedules, which pass received hidden states and the micro-batch's number.
+
+    inputs: of the step, by the micro-batch's number. results: of the micro-batches that the stage has run.
+    """
 
     def __init__(self, number: int, count: int, pair: TeacherStudentPair):
         super().__init__()
         self.number, self.pair = number, pair
         self.is_last = number + 1 == count
-        self.step: _Step | None = None
+        self.inputs: Sequence[StageInputs] = ()
+        self.results: list[StageResults] = []
 
     def forward(self, *received: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
-        assert self.step is not None
-        step = self.step
-        # every schedule runs a stage's micro-batches in order; reading a number from a GPU would wait for its work
-        index = step.begun[self.number]
-        step.begun[self.number] += 1
-        if number.device.type == "cpu":
+        index = len(self.results)  # every schedule runs a stage's micro-batches in order
+        if number.device.type == "cpu":  # to read it from a GPU would wait for all work before it
             require_next(self.number, index, number)
-        result = self.pair(step.inputs[index], *(received if self.number else ()))
+        result = self.pair(self.inputs[index], *(received if self.number else ()))
         output: Any = result.output if self.is_last else None
-        step.results[self.number, index] = replace(result, output=output, teacher_BSE=None)
+        self.results.append(replace(result, output=output, teacher_BSE=None))
         if self.is_last:
             # 1-D, because the schedule cannot merge 0-D losses
             return torch.stack([output.loss]) if torch.is_grad_enabled() else ()
