@@ -235,7 +235,8 @@ class Runner(DistributedStudent):
         counted = [parameter for parameter in held if parameter is not copy]
         norm = gradient_norm(counted, degrees.processes // degrees.pipeline, self.ranks)
         if limit:
-            factor, by_dtype = (limit / (norm + 1e-6)).clamp(max=1.0), defaultdict[torch.dtype, list[Tensor]](list)
+            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+            by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
             for gradient in (local(parameter.grad) for parameter in held):
                 by_dtype[gradient.dtype].append(gradient)
             for dtype, gradients in by_dtype.items():
