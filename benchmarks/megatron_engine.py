@@ -267,7 +267,7 @@ def step(engine: Engine, micro_batches: Sequence[MicroBatch]) -> None:
     shards = engine.student.shard(batches)
     signals = [{}] * len(shards)
     if engine.needs_teacher:
-        signals = InStageTeacher(engine.student).request(shards).result()  # type: ignore[arg-type]
+        signals = InStageTeacher().request(shards).result()  # type: ignore[arg-type]
     engine.update(LEARNING_RATE, engine.forward_backward(shards, signals, batches.normalizer))
 
 

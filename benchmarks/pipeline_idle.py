@@ -12,14 +12,13 @@ The teacher's forward is at one of these places:
     in_stage  in the student's forward (what Stillhouse does)
     first     all of a step's micro-batches before its student
     filled    the next step's teacher in this step's idle slots: an idle rank takes the next action of the teacher
-    ahead     the same under `1f1b_ahead`, as Stillhouse runs it: in the order of
-              stillhouse/parallel/teacher_prefetch.py; all ranks end before a step's gradient is clipped
 
 p ranks, m micro-batches.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,7 +26,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from stillhouse.parallel import SCHEMES
-from stillhouse.parallel.teacher_prefetch import Action, bubble_schedule, simulate
 
 #: simulated steps, and the first step that counts: from there on all steps take the same time
 STEPS, STEADY = 12, 3
@@ -35,12 +33,21 @@ STEPS, STEADY = 12, 3
 TEACHER_TO_FILL = 4
 BACKWARD = {"B": 2, "I": 1, "W": 1}
 #: our names of torch's schedules
-SCHEDULES = [name for name, scheme in SCHEMES.items() if not scheme.prefetch]
+SCHEDULES = list(SCHEMES)
 
 
 class Move(NamedTuple):
     """An action of a schedule; it is the same in every step."""
 
+    stage: int
+    kind: str
+    micro_batch: int
+
+
+class Action(NamedTuple):
+    """An action of one of the simulated steps. kind: that of torch's schedule, or T for a forward of the teacher."""
+
+    step: int
     stage: int
     kind: str
     micro_batch: int
@@ -95,8 +102,6 @@ def measure(schedule: str, ranks: int, micro_batches: int, teacher: int) -> dict
         place: step_time(place, schedule, moves, teacher)
         for place in (("in_stage", "first", "filled") if teacher == TEACHER_TO_FILL else ("in_stage",))
     }
-    if schedule == "1f1b" and teacher == TEACHER_TO_FILL:
-        times["ahead"] = time_ahead(ranks, micro_batches, teacher)
     return {
         "schedule": schedule,
         "ranks": ranks,
@@ -126,14 +131,34 @@ def step_time(place: str, schedule: str, moves: list[list[Move]], teacher: int) 
     return (last[-2] - last[STEADY]) / (STEPS - 2 - STEADY)
 
 
-def time_ahead(ranks: int, micro_batches: int, teacher: int) -> float:
-    """Return the mean time of many steps, because their times alternate between a few values."""
-    done, times = (0,) * ranks, []
-    for _ in range(2 * STEPS):
-        order = bubble_schedule(micro_batches, micro_batches, teacher, done)
-        done = order.done
-        times.append(order.time)
-    return sum(times[STEPS:]) / STEPS
+def simulate(
+    lanes: Sequence[Sequence[Sequence[Action]]],
+    needs: Callable[[Action], Sequence[Action]],
+    costs: Mapping[str, float],
+) -> dict[Action, float]:
+    """Return the time at which every action ends, in the order of these times.
+
+    lanes: for each rank, one or more sequences of actions. A free rank runs the next action of its first lane whose
+    next action can start. needs: returns the actions that have to end before an action can start.
+    """
+    waiting = [[deque(lane) for lane in rank_lanes] for rank_lanes in lanes]
+    doing: list[tuple[float, Action] | None] = [None] * len(lanes)
+    ends: dict[Action, float] = {}
+    now = 0.0
+    while True:
+        for rank, running in enumerate(doing):
+            if running is not None and running[0] <= now:
+                ends[running[1]], doing[rank] = running[0], None
+        for rank, rank_lanes in enumerate(waiting):
+            can_start = [lane for lane in rank_lanes if lane and all(needed in ends for needed in needs(lane[0]))]
+            if doing[rank] is None and can_start:
+                action = can_start[0].popleft()
+                doing[rank] = now + costs[action.kind], action
+        under_way = [running[0] for running in doing if running is not None]
+        if not under_way:
+            assert not any(lane for rank_lanes in waiting for lane in rank_lanes), "the ranks deadlock"
+            return ends
+        now = min(under_way)
 
 
 def _lanes(place: str, moves: Sequence[Move]) -> list[list[Action]]:

@@ -75,7 +75,7 @@ def make_session(arguments: argparse.Namespace, folder: Path, steps: int) -> Ses
     source = ModelSource(lambda: student)
     steps = make_step_schedule(config.train, len(packed), arguments.max_tokens)
     return Session(
-        Models(engine, InStageTeacher(runner), {}, source, config.student, config.teacher_sections),
+        Models(engine, InStageTeacher(), {}, source, config.student, config.teacher_sections),
         Data(tokenizer, packed, None, {}, []),
         Loss(spec, config.objective.loss),
         Schedule(steps, config.train, config.eval, config.checkpoint, config.seed),

@@ -26,7 +26,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 TOGETHER = {
     "test_objective_compiled": "compiled",
     "test_parity": "ranks of parity",
-    "test_teacher_prefetch": "ranks of parity",
     "test_gathering": "ranks of parity",
     "test_objective_shards": "ranks of shards",
     "test_objective_shards_layout": "ranks of shards",

@@ -213,7 +213,6 @@ LAYOUTS: dict[str, Case] = {
     "tensor_2_compiled": Case({"parallel.tensor": 2}, 2, WIDER, compiled=True),
     "context_2": Case({"parallel.context": 2}, 2),
     "pipeline_2_1f1b": Case(pipeline(), 2, DEEP),
-    "pipeline_2_1f1b_ahead": Case(pipeline("1f1b_ahead"), 2, DEEP),
     "pipeline_2_gpipe": Case(pipeline("gpipe"), 2, DEEP),
     "pipeline_2_interleaved": Case(pipeline("interleaved"), 2, DEEP),
     "pipeline_2_zero_bubble": Case(pipeline("zero_bubble"), 2, DEEP),

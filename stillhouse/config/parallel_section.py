@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from stillhouse.config.errors import ConfigError
 from stillhouse.config.section import Registered, Section, keys_of_add_ons
@@ -52,16 +52,24 @@ class ParallelConfig(_EngineKeys):
     expert: int = Field(default=1, ge=1)
     """Expert-parallel degree: the experts of each layer are distributed over this many processes, which are processes
     of fsdp, context and tensor, not additional ones. A multiple of tensor; 1: the same as tensor."""
-    schedule: Literal["gpipe", "1f1b", "1f1b_ahead", "interleaved", "zero_bubble", "zbv"] = "1f1b"
-    """Pipeline schedule. The last three have two stages on each rank and less idle time. 1f1b_ahead runs the next
-    step's teacher in idle time; it needs a teacher in the student's stages: not the student's base, not in a layout
-    of its own, not in a cache."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
+    """Pipeline schedule. The last three have two stages on each rank and less idle time."""
     gather_dtype: Literal["bfloat16"] | None = None
     """The dtype in which FSDP gathers the student's layers and untied head. bfloat16 halves the traffic and memory of
     gathering; gradients are summed in float32. null: the weights' own dtype."""
     offload: bool = False
     """Keep FSDP's shards of both models (weights, gradients, optimizer state) in host memory between uses; the
     optimizer runs on the CPU."""
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _without_removed_schedule(cls, schedule: Any) -> Any:
+        if schedule == "1f1b_ahead":
+            raise ValueError(
+                "1f1b_ahead does not exist any more: removed in November 2026, because its gain over zero_bubble was "
+                "1 to 5 % and only simulated (docs/scaling.md); expected zero_bubble"
+            )
+        return schedule
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -42,12 +42,11 @@ class HiddenStatesKind(PartKind):
             "[], or the section teacher with model and without url",
             "the teacher's layers have to be in this job",
         )
-        stages, ahead = "the teacher has to run in the student's stages", "it runs the teacher a step ahead"
+        because = "the teacher has to run in the student's stages"
         for key in ("parallel", "cross_tokenizer", "offload"):
-            yield excludes(f"teacher.{key}", "objective.hidden", because=stages)
+            yield excludes(f"teacher.{key}", "objective.hidden", because=because)
         yield excludes("objective.hidden", "rollout")
         yield excludes("objective.hidden", "student.mtp.train=heads", because="the student's layers are frozen")
-        yield excludes("parallel.schedule=1f1b_ahead", "objective.hidden", because=ahead)
 
     @classmethod
     def part(cls) -> "type[LossPart]":
@@ -67,7 +66,7 @@ class MtpKind(PartKind):
         yield Rule(
             ("parallel.schedule", "parallel.pipeline", "student.mtp"),
             lambda schedule, stages, mtp: mtp is not None and stages > 1 and schedule in ("zero_bubble", "zbv"),
-            "gpipe, 1f1b, 1f1b_ahead or interleaved",
+            "gpipe, 1f1b or interleaved",
         )
         yield excludes("parallel.pipeline", "student.mtp.train=heads", expected="1, or student.mtp.train=all")
 

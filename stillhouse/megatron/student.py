@@ -58,7 +58,6 @@ class MegatronStudent(DistributedStudent):
         self.layout, self.mesh, self.decoders, self.teacher_head = layout, mesh, [decoder], teacher_head
         self.teacher = None if with_teacher is None else with_teacher.decoder
         self.has_last_stage = mesh.coordinate("pipeline") == layout.degrees.pipeline - 1
-        self.prefetch = None
         self.teacher_is_base = teacher_is_base
         self.student = student.trained(layout.degrees.replicate, **(data_parallel or {}))
         self.teacher_chunks = teacher

@@ -210,8 +210,19 @@ class RouterBalance(LayerLossModule):
                 f"router '{name}' ran twice with one RouterAuxLoss: expected a model that runs each router once, and "
                 "a new RouterAuxLoss for each forward"
             )
-        packed = self.current.packed_tokens
-        value = _loss(packed(logits), packed(chosen), loss) / self.routers
+        logits_TX, chosen_TK = self.current.packed_tokens(logits), self.current.packed_tokens(chosen)
+        (rows, tokens), experts = loss.counts_BS.shape, logits_TX.shape[-1]
+        counts_BS1 = loss.counts_BS[..., None].float()
+        chosen_TX = torch.zeros_like(logits_TX, dtype=torch.float32).scatter_(1, chosen_TK, 1.0)
+        choices_BX = (chosen_TX.view(rows, tokens, experts) * counts_BS1).sum(1)
+        sums = torch.cat([choices_BX, counts_BS1.sum(1), loss.targets_B[:, None].float()], 1)
+        if loss.group is not None:
+            dist.all_reduce(sums, group=loss.group)
+        choices_BX, length_B1, targets_B1 = sums.split([experts, 1, 1], 1)
+        probability_BX = (logits_TX.float().softmax(-1).view(rows, tokens, experts) * counts_BS1).sum(1)
+        # summed over sequences, each weighted by its targets
+        total = (targets_B1 / length_B1.clamp_min(1).square() * choices_BX * probability_BX).sum() * experts
+        value = total / self.routers
         if not recomputing:
             loss.losses[name] = value.detach()
         with_value: Tensor = with_loss(scores, loss.scale * value)
@@ -247,17 +258,3 @@ def balance_routers(decoder: Any) -> None:
                 router.register_forward_hook(partial(balance.add_loss, path))
             layer.register_forward_hook(partial(balance.require_losses, list(inside)))
     decoder.add_layer_loss(balance)
-
-
-def _loss(logits_TX: Tensor, chosen_TK: Tensor, inputs: RouterAuxLoss) -> Tensor:
-    """Return the loss summed over sequences, each weighted by its targets."""
-    (rows, tokens), experts = inputs.counts_BS.shape, logits_TX.shape[-1]
-    counts_BS1 = inputs.counts_BS[..., None].float()
-    chosen_TX = torch.zeros_like(logits_TX, dtype=torch.float32).scatter_(1, chosen_TK, 1.0)
-    choices_BX = (chosen_TX.view(rows, tokens, experts) * counts_BS1).sum(1)
-    sums = torch.cat([choices_BX, counts_BS1.sum(1), inputs.targets_B[:, None].float()], 1)
-    if inputs.group is not None:
-        dist.all_reduce(sums, group=inputs.group)
-    choices_BX, length_B1, targets_B1 = sums.split([experts, 1, 1], 1)
-    probability_BX = (logits_TX.float().softmax(-1).view(rows, tokens, experts) * counts_BS1).sum(1)
-    return (targets_B1 / length_B1.clamp_min(1).square() * choices_BX * probability_BX).sum() * experts

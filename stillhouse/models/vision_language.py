@@ -116,15 +116,13 @@ def _parameters(parts: Iterable[nn.Module | nn.Parameter]) -> list[nn.Parameter]
 
 def _last_parts(tower: nn.Module, width: int) -> list[nn.Module]:
     """Return the parts of a tower that end in a matrix with this number of rows, and no convolution or embedding."""
-
-    def ends_in(module: nn.Module) -> bool:
-        parts = list(module.modules())
-        matrices = [part for part in parts if isinstance(part, nn.Linear)]
-        first = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Embedding
-        has_width = bool(matrices) and matrices[-1].out_features == width
-        return has_width and not any(isinstance(part, first) for part in parts)
-
-    single = [child for child in tower.children() if not isinstance(child, nn.ModuleList) and ends_in(child)]
+    single: list[nn.Module] = []
+    for child in tower.children():
+        parts = list(child.modules())
+        widths = [part.out_features for part in parts if isinstance(part, nn.Linear)]
+        is_first = any(isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Embedding) for part in parts)
+        if widths[-1:] == [width] and not is_first and not isinstance(child, nn.ModuleList):
+            single.append(child)
     kinds = tuple({type(module) for module in single})
     lists = outermost_lists(tower)
     return [*single, *(members for members in lists if all(isinstance(member, kinds) for member in members))]

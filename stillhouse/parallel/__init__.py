@@ -34,11 +34,9 @@ from stillhouse.parallel.sharded_loading import ModelSource, empty_decoder, load
 from stillhouse.parallel.teacher_student_pair import (
     IN_STAGE,
     DecoderHead,
-    InStage,
     StageInputs,
     TeacherHead,
     TeacherHidden,
-    TeacherStudentPair,
 )
 
 __all__ = [
@@ -48,7 +46,6 @@ __all__ = [
     "DecoderHead",
     "Degrees",
     "DistributedStudent",
-    "InStage",
     "Layout",
     "Mesh",
     "ModelSource",
@@ -60,7 +57,6 @@ __all__ = [
     "StageWeight",
     "TeacherHead",
     "TeacherHidden",
-    "TeacherStudentPair",
     "best_precision",
     "build_runner",
     "choose_device",

@@ -53,12 +53,6 @@ def build_runner(
     Raises ValueError for a model that does not fit the layout, ProofError for damaged weights.
     """
     is_base, scheme = student_source.teacher_is_base, SCHEMES[layout.schedule]
-    if layout.stages > 1 and scheme.prefetch and (is_base or teacher_head_only):
-        why = "is the student without its adapter" if is_base else "has no layers in its stages"
-        raise ValueError(
-            f"schedule {layout.schedule} for a teacher that {why}: this schedule runs a separate teacher "
-            "model in the student's stages, one step ahead; expected schedule 1f1b"
-        )
     if teacher_source is not None and teacher_head_only:
         teacher_source = replace(teacher_source, build=partial(only_head, teacher_source.build))
     sources = student_source, teacher_source
@@ -140,7 +134,7 @@ def _build(
         # torch (2.13) runs backward twice through the graph that the depths share; the first run frees its buffers
         raise ValueError(
             f"schedule {layout.schedule} with multi-token prediction: torch cannot split the backward of its stage "
-            "into input and weights; expected schedule gpipe, 1f1b, 1f1b_ahead or interleaved"
+            "into input and weights; expected schedule gpipe, 1f1b or interleaved"
         )
     if (expert := layout.degrees.expert) > 1:
         require_feature("expert parallelism")  # the plans of earlier versions do not dispatch tokens to experts
@@ -161,8 +155,7 @@ def _plan_stages(
     student if the teacher is the student without its adapter.
     """
     cut, teacher_cut = require_cuttable(student.config), None if teacher is None else require_cuttable(teacher.config)
-    cost, teacher_cost = cost_of(student, 3), None if teacher is None else cost_of(teacher, 1)
-    stages = split(layout.stages, cost, teacher_cost)
+    stages = split(layout.stages, cost_of(student, 3), None if teacher is None else cost_of(teacher, 1))
     if student.lora is not None or student.mtp is not None:
         require_training(student, stages)
     require_shared_states("student", cut, [stage.student for stage in stages])
@@ -178,9 +171,6 @@ def _plan_stages(
     teacher_residual = layout.residual_dtype if is_base else None
     # a frozen weight has no gradient to sum
     tied = student.tied and student.output_weight.requires_grad
-    relative_cost = 0.0
-    if teacher_cost is not None:
-        relative_cost = teacher_cost.layers * teacher_cost.layer / (cost.layers * cost.layer)
     return StagePlan(
         stages,
         hidden_size(student, layout.residual_dtype),
@@ -188,7 +178,6 @@ def _plan_stages(
         (cut, teacher_cut),
         tied=tied,
         copies_embedding=tied or student.mtp is not None,
-        teacher_cost=relative_cost,
     )
 
 

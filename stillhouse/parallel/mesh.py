@@ -62,8 +62,8 @@ class Mesh:
 
     weights, experts, tokens: meshes with the axes (pipeline, replicate, shard, tensor) of the weights, (pipeline,
         replicate, shard, expert) of the experts' weights, and (pipeline, data, context, tensor) of the tokens.
-    ranks: all processes of the mesh. pipelines: two additional groups along the pipeline axis, because a rank may
-        issue the messages of different groups in another order; empty if this axis has size 1.
+    ranks: all processes of the mesh. reverse_pipeline: a second group along the pipeline axis, because a rank may
+        issue the messages of different groups in another order; None if this axis has size 1.
     """
 
     weights: DeviceMesh
@@ -73,7 +73,7 @@ class Mesh:
     @replaceable
     def __init__(self, degrees: Degrees, device: torch.device, *, single_process: bool = False):
         self.degrees, self.device = degrees, device
-        self.pipelines: list[ProcessGroup] = []
+        self.reverse_pipeline: ProcessGroup | None = None
         self.has_groups = dist.is_initialized() and not single_process
         if not self.has_groups:
             assert degrees.processes == 1, f"{degrees} in one process"
@@ -90,11 +90,10 @@ class Mesh:
         self.ranks = Ranks(dist.new_group(list(range(degrees.processes)), timeout=self._timeout), device)
         # every process creates the groups of all pipelines, because all members have to use the same name for a
         # group, which torch (2.13) names by the number of groups that the process has created so far
-        pipelines = self.tokens.mesh.flatten(1).T.tolist()
-        for ranks in [*pipelines, *pipelines] if pipeline > 1 else []:
+        for ranks in self.tokens.mesh.flatten(1).T.tolist() if pipeline > 1 else []:
             group = dist.new_group(ranks, self._timeout)
             if dist.get_rank() in ranks:
-                self.pipelines.append(group)
+                self.reverse_pipeline = group
 
     def sharding(self, grid: DeviceMesh) -> DeviceMesh:
         """Return the part of `weights` or `experts` for `apply_fsdp`: (shard), or (replicate, shard)."""

@@ -7,11 +7,10 @@ pipeline. Every rank has all micro-batches, and finds a micro-batch by its numbe
 B rows, S tokens per row of a micro-batch; D, E widths of student and teacher.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
-from stillhouse.data import MicroBatch
 from stillhouse.dry_run import replaceable
 from stillhouse.libraries import is_at_least
 from stillhouse.models.dtensors import local
@@ -30,7 +28,6 @@ from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.older_torch_stage import StageWithConstants
 from stillhouse.parallel.run_layout import Scheme
 from stillhouse.parallel.stages import StagePlan
-from stillhouse.parallel.teacher_prefetch import Sends, TeacherPrefetch
 from stillhouse.parallel.teacher_student_pair import InStage, StageInputs, StageResults, TeacherStudentPair
 
 
@@ -42,8 +39,9 @@ class Pipeline:
     """
 
     def __init__(self, pairs: dict[int, TeacherStudentPair], scheme: Scheme, plan: StagePlan, mesh: Mesh):
-        group = mesh.group("pipeline")
+        group, reverse_group = mesh.group("pipeline"), mesh.reverse_pipeline
         assert group is not None
+        assert reverse_group is not None
         self.ranks, self.rank = group.size(), group.rank()
         self.count = self.ranks * scheme.per_rank
         self.stages = {number: _Stage(number, self.count, pair) for number, pair in pairs.items()}
@@ -52,12 +50,10 @@ class Pipeline:
             # keep gathered weights, and would reduce gradients more than once per step
             for stage in self.stages.values():
                 fully_shard(stage, mesh=mesh.sharding(mesh.weights))
-        self.scheme, self.plan, self.group, self.device = scheme, plan, group, mesh.device
+        self.scheme, self.plan, self.device = scheme, plan, mesh.device
+        self.group, self.reverse_group = group, reverse_group
         # FSDP moves a stage's inputs to the device, and would wait for each number that is in host memory
         self._device_of_numbers = mesh.device if mesh.is_sharded else torch.device("cpu")
-        self.reverse_groups = mesh.pipelines
-        # a schedule that prefetches has one stage on each rank
-        self.prefetch = TeacherPrefetch(self.stages[self.rank], plan, mesh) if scheme.prefetch else None
         self._schedule_key: tuple[Any, ...] = ()
         self._schedule: Any = None
 
@@ -67,35 +63,25 @@ class Pipeline:
 
         All micro-batches must have the same shape. Raises ValueError if the schedule does not support their number.
         """
-        step, numbers = _Step.of(inputs), torch.arange(len(inputs), device=self._device_of_numbers)
-        schedule = self._schedule_for(inputs, with_teacher=step.in_stage and self.prefetch is None)
-        if self.prefetch is not None:
-            order = self.prefetch.begin([batch.micro_batch for batch in inputs], step.request, runs=step.in_stage)
-            schedule.order, schedule.run_teacher = order, self.prefetch.run_teacher
-            schedule.backward_group = self.prefetch.backward_group
-            if step.in_stage:
-                step.prefetched = self.prefetch.now.hidden
+        numbers = torch.arange(len(inputs), device=self._device_of_numbers)
         first = (numbers,) if 0 in self.stages else ()
         target = numbers if self.count - 1 in self.stages else None
-        with self._running(step):
+        with self._running(inputs) as in_stage:
+            schedule = self._schedule_for(inputs, with_teacher=in_stage)
             schedule.step(*first, target=target, number=numbers, return_outputs=False)
-        if self.prefetch is not None:
-            self.prefetch.end()
+            results = [result for _, stage in sorted(self.stages.items()) for result in stage.results]
         if self.plan.copies_embedding:
             self._sum_embedding_gradient()
-        return [step.results[key] for key in sorted(step.results)]
+        return results
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:
         """Run micro-batches of any number and shapes without gradients, and return the results of the last stage, if
         it is on this rank. Torch's schedules are not used, because ZBV cannot run without backward (torch 2.13).
         """
-        step = _Step.of(inputs)
-        if self.prefetch is not None and step.request is not None:  # no training step will run them
-            self.prefetch.announced.pop(step.request, None)
         outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # only of stages whose next stage is on this rank
-        sends = Sends()
-        with self._running(step):
+        sends: list[tuple[Any, Tensor]] = []  # a tensor must stay alive until its message is complete
+        with self._running(inputs) as in_stage:
             for number, stage in sorted(self.stages.items()):
                 source, target = (self.scheme.rank_of(other, self.ranks) for other in (number - 1, number + 1))
                 for index, batch in enumerate(inputs):
@@ -104,26 +90,34 @@ class Pipeline:
                         received = outputs.pop((number - 1, index))
                     elif number:
                         shape_BS = batch.micro_batch.shape_BS
-                        received = self._hidden(shape_BS, self.device, with_teacher=step.in_stage)
+                        received = self._hidden(shape_BS, self.device, with_teacher=in_stage)
                         for buffer in received:
                             dist.recv(buffer, group=self._message_group(source, self.rank), group_src=source)
                     passed = stage(*received, number=torch.full((1,), index, device=self._device_of_numbers))
                     if target == self.rank and number + 1 < self.count:
                         outputs[number, index] = passed
                     elif number + 1 < self.count:
+                        sends = [message for message in sends if not message[0].is_completed()]
                         for hidden in passed:
-                            sends.send(hidden, self._message_group(self.rank, target), target)
-        sends.wait()
-        return [step.results[key] for key in sorted(step.results) if key[0] + 1 == self.count]
+                            group = self._message_group(self.rank, target)
+                            sends.append((dist.isend(hidden, group=group, group_dst=target), hidden))
+            results = [result for stage in self.stages.values() if stage.is_last for result in stage.results]
+        for message, _ in sends:
+            message.wait()
+        return results
 
     @contextmanager
-    def _running(self, step: "_Step") -> Iterator[None]:
-        """Give a step to the stages. It is not an argument of a stage: torch 2.11 takes all of these for tensors."""
+    def _running(self, inputs: Sequence[StageInputs]) -> Iterator[bool]:
+        """Give a step's inputs to the stages, and yield whether a teacher runs in the stages. The inputs are not an
+        argument of a stage: torch 2.11 takes all of these for tensors.
+        """
+        markers = [signal for batch in inputs for signal in batch.signals.values() if isinstance(signal, InStage)]
+        assert len(markers) in (0, len(inputs)), "a teacher in the stages for only some of the micro-batches"
         for stage in self.stages.values():
-            stage.step = step
-        yield
+            stage.inputs, stage.results = inputs, []
+        yield bool(markers)
         for stage in self.stages.values():
-            stage.step = None
+            stage.inputs, stage.results = (), []
 
     def _sum_embedding_gradient(self) -> None:
         """Set the gradients of the first stage's embedding and of its copy on the last stage to their sum."""
@@ -163,7 +157,7 @@ class Pipeline:
     def _message_group(self, source: int, target: int) -> ProcessGroup:
         # NCCL runs a group's messages in the order in which each rank issues them. With one group for both
         # directions, two ranks that issue their messages in different orders would deadlock
-        return self.group if source < target else self.reverse_groups[0]
+        return self.group if source < target else self.reverse_group
 
     def _schedule_for(self, inputs: Sequence[StageInputs], *, with_teacher: bool) -> Any:
         """Return torch's schedule for these shapes, because a schedule has fixed message shapes."""
@@ -191,68 +185,31 @@ class Pipeline:
 
     def _hidden(self, shape_BS: tuple[int, int], device: torch.device, *, with_teacher: bool) -> tuple[Tensor, ...]:
         sizes = (self.plan.student, self.plan.teacher if with_teacher else None)
-        return tuple(size.empty(shape_BS, device) for size in sizes if size is not None)
-
-
-@dataclass
-class _Step:
-    """The micro-batches and results of one call.
-
-    inputs: by the micro-batch's number. results: by the numbers of the stage and of the micro-batch.
-    in_stage: whether a teacher runs in the stages. request: the number of its request.
-    prefetched: the teacher's final hidden states by micro-batch, on the last stage; None: it is not prefetched.
-    begun: by stage, the number of micro-batches that it has begun.
-    """
-
-    inputs: Sequence[StageInputs]
-    in_stage: bool
-    request: int | None
-    results: dict[tuple[int, int], StageResults] = field(default_factory=dict)
-    prefetched: dict[int, Tensor] | None = None
-    begun: Counter[int] = field(default_factory=Counter)
-
-    @classmethod
-    def of(cls, inputs: Sequence[StageInputs]) -> Self:
-        markers = [signal for batch in inputs for signal in batch.signals.values() if isinstance(signal, InStage)]
-        assert len(markers) in (0, len(inputs)), "a teacher in the stages for only some of the micro-batches"
-        return cls(inputs, bool(markers), markers[0].request if markers else None)
-
-    def begin(self, stage: int, number: Tensor) -> int:
-        """Return the micro-batch that a stage runs now. Every schedule runs a stage's micro-batches in order. number:
-        from the schedule; compared only on a CPU, because reading it from a GPU would wait for all work before it.
-        """
-        index = self.begun[stage]
-        self.begun[stage] += 1
-        if number.device.type == "cpu":
-            require_next(stage, index, number)
-        return index
+        return tuple(
+            torch.empty(*shape_BS, size.width, dtype=size.dtype, device=device) for size in sizes if size is not None
+        )
 
 
 class _Stage(nn.Module):
-    """Adapts a pair to torch's schedules, which pass received hidden states and the micro-batch's number."""
+    """Adapts a pair to torch's schedules, which pass received hidden states and the micro-batch's number.
+
+    inputs: of the step, by the micro-batch's number. results: of the micro-batches that the stage has run.
+    """
 
     def __init__(self, number: int, count: int, pair: TeacherStudentPair):
         super().__init__()
         self.number, self.pair = number, pair
         self.is_last = number + 1 == count
-        self.step: _Step | None = None
+        self.inputs: Sequence[StageInputs] = ()
+        self.results: list[StageResults] = []
 
-    def forward(
-        self, *received: Tensor, number: Tensor | None = None, teacher_of: MicroBatch | None = None
-    ) -> Tensor | tuple[Tensor, ...]:
-        """teacher_of: run only the teacher, on this micro-batch. The hooks of FSDP gather the weights."""
-        if teacher_of is not None:
-            return self.pair.teacher_forward(teacher_of, *received)
-        assert number is not None
-        assert self.step is not None
-        step = self.step
-        index = step.begin(self.number, number)
-        hidden = received if self.number else ()
-        if step.prefetched is not None and self.is_last:
-            hidden = (*hidden, step.prefetched.pop(index))
-        result = self.pair(step.inputs[index], *hidden, run_teacher=step.prefetched is None)
+    def forward(self, *received: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
+        index = len(self.results)  # every schedule runs a stage's micro-batches in order
+        if number.device.type == "cpu":  # to read it from a GPU would wait for all work before it
+            require_next(self.number, index, number)
+        result = self.pair(self.inputs[index], *(received if self.number else ()))
         output: Any = result.output if self.is_last else None
-        step.results[self.number, index] = replace(result, output=output, teacher_BSE=None)
+        self.results.append(replace(result, output=output, teacher_BSE=None))
         if self.is_last:
             # 1-D, because the schedule cannot merge 0-D losses
             return torch.stack([output.loss]) if torch.is_grad_enabled() else ()

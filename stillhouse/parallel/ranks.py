@@ -137,8 +137,9 @@ class Ranks:
         failed = [rank for rank, (error, _) in enumerate(answers) if error is not None]
         if failed:
             rank = min(failed, key=lambda rank: answers[rank][0][0])
+            kind, arguments = answers[rank][0]
             # the failed rank raises the same type as all others, because callers may treat a subclass differently
-            raise _decoded(answers[rank][0], kinds) from (failure if rank == self.rank else None)
+            raise kinds[kind](*arguments) from (failure if rank == self.rank else None)
         results[:] = [result for _, rank_results in answers for result in rank_results]
 
     @contextmanager
@@ -160,7 +161,8 @@ class Ranks:
         encoded = None if failure is None else _encoded(failure, kinds)
         encoded, shared.value = self.from_first([encoded, shared.value if failure is None else None])
         if encoded is not None:
-            raise _decoded(encoded, kinds) from failure
+            kind, arguments = encoded
+            raise kinds[kind](*arguments) from failure
 
 
 @dataclass
@@ -175,18 +177,13 @@ ONE_PROCESS = Ranks(None, torch.device("cpu"))
 
 
 def _encoded(error: BaseException, kinds: Sequence[type[BaseException]]) -> list[Any]:
-    """Return the index of the error's kind, and the arguments from which `_decoded` creates the error again."""
+    """Return the index of the error's kind, and the arguments that create the error again."""
     kind = next(number for number, kind in enumerate(kinds) if isinstance(error, kind))
     if isinstance(error, ConfigError) and kinds[kind] is ConfigError:
         return [kind, [error.key, error.problem]]
     if isinstance(error, OSError) and error.errno is not None:
         return [kind, [error.errno, error.strerror]]
     return [kind, [str(error) or type(error).__name__]]
-
-
-def _decoded(encoded: Sequence[Any], kinds: Sequence[type[BaseException]]) -> BaseException:
-    kind, arguments = encoded
-    return kinds[kind](*arguments)
 
 
 class EarlyMessages:

@@ -14,7 +14,6 @@ from torch.distributed.pipelining import (
 )
 
 from stillhouse.parallel.mesh import Degrees
-from stillhouse.parallel.teacher_prefetch import Schedule1F1BWithPrefetch
 
 ONE = Degrees()
 
@@ -25,14 +24,12 @@ class Scheme:
 
     per_rank: the number of stages on each rank. in_v: whether they are assigned in increasing, then in decreasing
         order: rank 0 has the first and the last one.
-    prefetch: whether the teacher runs in separate actions, up to one step before the student.
     splits_backward: whether a stage computes the gradients of its input and of its weights at different times.
     """
 
     schedule: Callable[..., Any]
     per_rank: int = 1
     in_v: bool = False
-    prefetch: bool = False
     splits_backward: bool = False
 
     def stages_of(self, rank: int, ranks: int) -> list[int]:
@@ -47,7 +44,6 @@ class Scheme:
 SCHEMES = {
     "gpipe": Scheme(ScheduleGPipe),
     "1f1b": Scheme(Schedule1F1B),
-    "1f1b_ahead": Scheme(Schedule1F1BWithPrefetch, prefetch=True),
     "interleaved": Scheme(ScheduleInterleaved1F1B, 2),
     "zero_bubble": Scheme(ScheduleInterleavedZeroBubble, 2, splits_backward=True),
     "zbv": Scheme(ScheduleZBVZeroBubble, 2, in_v=True, splits_backward=True),

@@ -8,6 +8,7 @@ norm = runner.clip(1.0)
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,19 +16,19 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.dry_run import replaceable
 from stillhouse.models import Decoder, initialize_lora
-from stillhouse.models.dtensors import gathered_tensor
-from stillhouse.parallel.gradients import add_up_gradients, gradient_norm, reduce_partial_grads, scale_gradients
+from stillhouse.models.dtensors import gathered_tensor, local
+from stillhouse.parallel.gradients import gradient_norm, reduce_partial_grads
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import Pipeline
 from stillhouse.parallel.ranks import Ranks
 from stillhouse.parallel.run_layout import Layout
-from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
 from stillhouse.parallel.teacher_student_pair import DecoderHead, StageInputs, StageResults, TeacherStudentPair
 
 
@@ -99,7 +100,6 @@ class DistributedStudent(Protocol):
     decoders: the student; under a pipeline, its stages on this rank.
     teacher: the teacher in the student's stages; under a pipeline, its part on this rank's first stage.
     teacher_head: the teacher's head, on ranks with the student's last stage (`has_last_stage`).
-    prefetch: the object that prefetches the teacher; None if the pipeline's schedule does not prefetch.
     """
 
     layout: Layout
@@ -108,7 +108,6 @@ class DistributedStudent(Protocol):
     teacher: Decoder | None
     teacher_head: DecoderHead | None
     has_last_stage: bool
-    prefetch: TeacherPrefetch | None
 
     @property
     def ranks(self) -> Ranks:
@@ -165,7 +164,6 @@ class Runner(DistributedStudent):
         last = pairs.get(layout.stages - 1)
         self.decoders, self.teacher = [pair.student for pair in pairs.values()], next(iter(pairs.values())).teacher
         self.has_last_stage, self.teacher_head = last is not None, None if last is None else last.teacher_head
-        self.prefetch = None if pipeline is None else pipeline.prefetch
         #: the parameters whose gradients are summed over the tensor ranks after every backward: each rank has a full
         #: copy of such a parameter, but only a partial gradient
         self.summed_over_tensor_ranks: list[nn.Parameter] = []
@@ -237,7 +235,12 @@ class Runner(DistributedStudent):
         counted = [parameter for parameter in held if parameter is not copy]
         norm = gradient_norm(counted, degrees.processes // degrees.pipeline, self.ranks)
         if limit:
-            scale_gradients(held, (limit / (norm + 1e-6)).clamp(max=1.0))
+            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+            by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
+            for gradient in (local(parameter.grad) for parameter in held):
+                by_dtype[gradient.dtype].append(gradient)
+            for dtype, gradients in by_dtype.items():
+                torch._foreach_mul_(gradients, factor.to(dtype))
         return norm
 
     @contextmanager
@@ -247,8 +250,13 @@ class Runner(DistributedStudent):
         for parameter in self.summed_over_tensor_ranks:
             parameter.grad = None
         yield
-        if self.summed_over_tensor_ranks:
-            add_up_gradients(self.summed_over_tensor_ranks, self.mesh.weights.get_group("tensor"), self.mesh.device)
+        present = [parameter.grad for parameter in self.summed_over_tensor_ranks if parameter.grad is not None]
+        if gradients := [local(gradient) for gradient in present]:
+            # one all-reduce in float32, on the device; the gradients may be in host memory
+            total = torch.cat([gradient.flatten().to(self.device, torch.float32) for gradient in gradients])
+            dist.all_reduce(total, group=self.mesh.weights.get_group("tensor"))
+            parts = zip(total.split([gradient.numel() for gradient in gradients]), gradients, strict=True)
+            torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in parts])
         for parameter, gradient in zip(self.summed_over_tensor_ranks, before, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad

@@ -16,10 +16,9 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from stillhouse.display import escaped
 from stillhouse.libraries import reading
 from stillhouse.models import Activations, Decoder
 from stillhouse.models.adapter import is_lora
@@ -32,6 +31,7 @@ from stillhouse.models.pretrained import (
     initialize_buffers,
     keep_in_float32,
     parse_dtype,
+    read_configuration,
     require_safe_files,
 )
 from stillhouse.models.weight_files import read_tensor, tensor_files
@@ -89,8 +89,7 @@ def empty_decoder(
     Raises ValueError for a model that cannot be constructed, needs its own code, or is quantized.
     """
     require_safe_files(folder)
-    with reading(f"model '{escaped(os.fspath(folder))}': its configuration cannot be read"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = read_configuration(folder)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{folder} is quantized: expected plain weights under a layout of several processes")
     parsed, build = parse_dtype(dtype), auto_class(config, multimodal=multimodal)

@@ -9,7 +9,6 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from stillhouse.dry_run import replaceable
 from stillhouse.models import Decoder
@@ -42,9 +41,6 @@ class HiddenSize(NamedTuple):
     width: int
     dtype: torch.dtype
 
-    def empty(self, shape_BS: tuple[int, int], device: torch.device) -> Tensor:
-        return torch.empty(*shape_BS, self.width, dtype=self.dtype, device=device)
-
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -54,7 +50,6 @@ class StagePlan:
     cuts: of the backbones of the student and of the teacher, if there is a teacher model.
     tied: whether the student's embedding (first stage) and its head (last stage) are trained as one weight.
     copies_embedding: whether the last stage trains a copy of the embedding, as its tied head or for MTP layers.
-    teacher_cost: of a forward of the teacher's layers, in units of a forward of the student's layers.
     """
 
     stages: list[Stage]
@@ -63,7 +58,6 @@ class StagePlan:
     cuts: tuple[BackboneCut, BackboneCut | None]
     tied: bool
     copies_embedding: bool
-    teacher_cost: float
 
 
 @dataclass(frozen=True)

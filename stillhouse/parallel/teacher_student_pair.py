@@ -28,9 +28,7 @@ from stillhouse.parallel.layer_loss_interface import LayerLosses
 
 @dataclass(frozen=True)
 class InStage(Signal):
-    """Marks micro-batches whose teacher runs in the student's stages. request: its number, if it is prefetched"""
-
-    request: int | None = None
+    """Marks micro-batches whose teacher runs in the student's stages."""
 
     @property
     def tokens(self) -> int:
@@ -152,25 +150,16 @@ class TeacherStudentPair(nn.Module):
         return DecoderHead(self.teacher, self.keep_gathered)
 
     def forward(
-        self,
-        inputs: StageInputs,
-        student_BSD: Tensor | None = None,
-        teacher_BSE: Tensor | None = None,
-        *,
-        run_teacher: bool = True,
+        self, inputs: StageInputs, student_BSD: Tensor | None = None, teacher_BSE: Tensor | None = None
     ) -> StageResults:
-        """Run a micro-batch. student_BSD, teacher_BSE: the hidden states of the previous stage.
-
-        run_teacher: False if the teacher has already run on this micro-batch. On the last stage, `teacher_BSE` must
-            then be the result of `teacher_forward`.
-        """
+        """Run a micro-batch. student_BSD, teacher_BSE: the hidden states of the previous stage."""
         watchdog.progress()
         micro_batch, signals = inputs.micro_batch, inputs.signals
         losses = [part.start(micro_batch, self.student, inputs.normalizer) for part in inputs.losses]
         in_stage = next((name for name, signal in signals.items() if isinstance(signal, InStage)), None)
         if in_stage is None:
             teacher_BSE = None
-        elif run_teacher:
+        else:
             with ExitStack() as running:
                 for loss in losses:
                     running.enter_context(loss.during_teacher(self._teacher_layers))

@@ -312,7 +312,9 @@ def _axes(mesh: Mesh) -> dict[str, str]:
     if not mesh.has_groups:
         return {}
     assert mesh.ranks.group is not None
-    axes = {mesh.ranks.group.group_name: ["all"]} | {group.group_name: ["pipeline"] for group in mesh.pipelines}
+    axes = {mesh.ranks.group.group_name: ["all"]}
+    if mesh.reverse_pipeline is not None:
+        axes[mesh.reverse_pipeline.group_name] = ["pipeline"]
     for grid in (mesh.weights, mesh.experts, mesh.tokens):
         for axis, size in zip(grid.mesh_dim_names or (), grid.shape, strict=True):
             names = axes.setdefault(grid.get_group(axis).group_name, [])

@@ -276,7 +276,7 @@ class TeacherSources:
         runner, separate, key = self.student, self.separate, f"{section}.parallel"
         if section == "teacher":
             if separate is None:
-                return InStageTeacher(runner)
+                return InStageTeacher()
             source, layout = self.models.sharded(section, offload=separate.offload), separate
             if teacher.parallel is None:
                 key, separate = "teacher.offload", None

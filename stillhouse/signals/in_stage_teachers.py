@@ -13,7 +13,7 @@ from stillhouse.models import OutputProcessor, evaluating
 from stillhouse.models.dtensors import local
 from stillhouse.models.processors import full_vocab, replicated_hidden
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, StudentHidden
-from stillhouse.parallel import DistributedStudent, InStage, ShardedMicroBatches, StageInputs
+from stillhouse.parallel import IN_STAGE, DistributedStudent, ShardedMicroBatches, StageInputs
 from stillhouse.signals.signal_source import PendingSignals, SignalSource
 
 
@@ -61,18 +61,10 @@ class WeightAverage:
 
 
 class InStageTeacher(SignalSource):
-    """A teacher whose forward runs together with the student's forward of the same micro-batch.
-
-    Under a schedule that prefetches the teacher, the teacher runs up to one step earlier, in the pipeline's bubbles.
-    """
-
-    def __init__(self, student: DistributedStudent):
-        self._student, self.steps_ahead = student, 0 if student.prefetch is None else 1
+    """A teacher whose forward runs together with the student's forward of the same micro-batch."""
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
-        prefetch = self._student.prefetch
-        marker = InStage(None if prefetch is None else prefetch.announce(micro_batches))
-        return PendingSignals.ready([{TEACHER: marker}] * len(micro_batches))
+        return PendingSignals.ready([{TEACHER: IN_STAGE}] * len(micro_batches))
 
 
 class SelfTeacher(SignalSource):

@@ -147,7 +147,6 @@ LAYOUTS: dict[str, Case] = {
     "1f1b, first rank": _pipeline("1f1b", 0),
     "1f1b, last rank": _pipeline("1f1b", 1),
     "gpipe": _pipeline("gpipe", 1),
-    "1f1b_ahead": _pipeline("1f1b_ahead", 1),
     "interleaved": _pipeline("interleaved", 1, layers=4),
     "zero_bubble": _pipeline("zero_bubble", 1, layers=4),
     "zbv": _pipeline("zbv", 0, layers=4),

@@ -98,7 +98,7 @@ def test_a_signal_between_two_checkpoints(whole: Path, name: str) -> None:
     ("layout", "rank"),
     [
         *(slow("fsdp=2", rank) for rank in (0, 1, None)),
-        slow("pipeline=2 schedule=1f1b_ahead", 0),  # whose teacher runs ahead
+        slow("pipeline=2", 0),
     ],
 )
 def test_all_ranks_stop_at_one_step(request: pytest.FixtureRequest, layout: str, rank: int | None) -> None:

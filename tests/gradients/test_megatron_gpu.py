@@ -85,7 +85,7 @@ def step(engine: Engine, job: Job, device: torch.device) -> Gradients:
     shards = engine.student.shard(made)
     signals: Sequence[dict[str, object]] = [{}] * len(shards)
     if engine.needs_teacher:
-        signals = InStageTeacher(engine.student).request(shards).result()  # type: ignore[arg-type]
+        signals = InStageTeacher().request(shards).result()  # type: ignore[arg-type]
     output = engine.forward_backward(shards, signals, made.normalizer)
     # copies, because the update clips the gradients where they are
     entries = [(name, gradient) for name, gradient in engine.gradients() if gradient is not None]

@@ -162,7 +162,7 @@ def engine_on(
 def inputs_of(engine: TorchEngine, family: str) -> tuple[Any, Any, float]:
     """Return the arguments of `forward_backward` for the same step at each call."""
     micro_batches = engine.student.shard(StepMicroBatches(batches(Case(Layout(), family), 0)))
-    signals = InStageTeacher(engine.student).request(micro_batches).result()
+    signals = InStageTeacher().request(micro_batches).result()
     return micro_batches, signals, micro_batches.all_ranks.normalizer
 
 

@@ -311,7 +311,7 @@ def signals(engine: Engine, micro_batches: Sequence[MicroBatch], job: Job) -> An
     if not engine.needs_teacher:
         return [{}] * len(micro_batches)
     if not job.top_k:
-        return InStageTeacher(engine.student).request(micro_batches).result()  # type: ignore[arg-type]
+        return InStageTeacher().request(micro_batches).result()  # type: ignore[arg-type]
     if not engine.student.has_last_stage:
         return [{}] * len(micro_batches)
     return [{TEACHER: top_k(job.top_k, batch)} for batch in micro_batches]

@@ -202,7 +202,7 @@ class Side:
         student, teacher = model_sources(case)
         separate = case.teacher if mesh is not ONE and teacher is not None else None
         runner = build_proven_runner(layout, mesh, student, teacher, teacher_head_only=separate is not None)
-        source: SignalSource = InStageTeacher(runner)
+        source: SignalSource = InStageTeacher()
         if separate is not None:
             teacher_mesh = mesh_of(separate.degrees)
             source = SeparateTeacher(teacher, separate, teacher_mesh, layout, mesh, head=runner.teacher_head)

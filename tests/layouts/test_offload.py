@@ -29,12 +29,12 @@ from stillhouse.parallel import (
     Layout,
     Mesh,
     Runner,
-    TeacherStudentPair,
     empty_decoder,
     load_weights,
 )
 from stillhouse.parallel.apply.fsdp import apply_fsdp
 from stillhouse.parallel.processes import BACKENDS
+from stillhouse.parallel.teacher_student_pair import TeacherStudentPair
 from stillhouse.run.setup import require_sharing
 
 CPU = torch.device("cpu")

@@ -26,11 +26,10 @@ LAYOUTS = {
     "tensor": ("teacher", ["parallel.tensor=2"]),
     "context": ("student", ["parallel.context=2"]),
     "pipeline": ("teacher", ["parallel.pipeline=2"]),
-    "ahead": ("teacher", ["parallel.pipeline=2", "parallel.schedule=1f1b_ahead"]),
     "a teacher of one pipeline": ("teacher", ["teacher.parallel={fsdp: 1, pipeline: 2}"]),
     "a teacher of one fsdp": ("teacher", ["teacher.parallel={fsdp: 2}", "parallel={fsdp: 1, tensor: 2}"]),
 }
-SLOW = {"bf16 gathered", "ahead", "a teacher of one fsdp"}
+SLOW = {"bf16 gathered", "a teacher of one fsdp"}
 
 
 def wrong_models() -> None:

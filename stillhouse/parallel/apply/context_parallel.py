@@ -236,7 +236,7 @@ def _ulysses(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Run transformers' attention function `inner` on the global sequence and a part of the heads."""
-    inputs = [_all_to_all(heads, 1, 2, group) for heads in (query_BHSD, key_BHSD, value_BHSD)]
+    inputs = [_all_to_all(heads, group) for heads in (query_BHSD, key_BHSD, value_BHSD)]
     # functions that separate packed documents by their position ids need the ids of the global sequence
     position_ids_BS = options.pop("global_position_ids", None)
     shape_BS = inputs[0].shape[0], inputs[0].shape[2]
@@ -248,11 +248,10 @@ def _ulysses(
     output_BSHD, _ = ALL_ATTENTION_FUNCTIONS[inner](module, *inputs, attention_mask, **options)
     if joins_rows:
         output_BSHD = output_BSHD[0].unflatten(0, shape_BS)
-    return _all_to_all(output_BSHD, 1, 2, group), None
+    return _all_to_all(output_BSHD, group), None
 
 
-def _all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
-    """Send a chunk of `split_dim` to each rank; concatenate received chunks along `concat_dim`. Differentiable."""
-    outgoing = torch.stack(tensor.chunk(group.size(), split_dim))
-    incoming = all_to_all_single_autograd(outgoing, None, None, group)
-    return torch.cat(incoming.unbind(0), concat_dim)
+def _all_to_all(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Send a chunk of dim 1 to each rank; concatenate received chunks along dim 2. Differentiable."""
+    outgoing = torch.stack(tensor.chunk(group.size(), 1))
+    return torch.cat(all_to_all_single_autograd(outgoing, None, None, group).unbind(0), 2)

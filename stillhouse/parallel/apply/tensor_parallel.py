@@ -8,7 +8,7 @@ the processes of its experts, and another all-to-all sends the results back. Ten
 each of them dispatches one slice of these tokens.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,14 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
             f"the tensor-parallel plan of model type '{decoder.config.model_type}' names none of its modules: "
             "expected tensor=1"
         )
-    for name, module in [*decoder.language_model.named_modules(), *_mtp_modules(decoder)]:
+    modules = list(decoder.language_model.named_modules())
+    for number, layer in enumerate(decoder.mtp_layers()):
+        # the block in an MTP layer has the same module names as a layer
+        block = list(layer.get_submodule("mtp_block").named_modules(prefix=f"layers.{number}"))
+        if any(is_of_experts(name) for name, _ in block):
+            raise ValueError("tensor parallelism cannot distribute the experts of MTP layers: expected tensor=1")
+        modules += block
+    for name, module in modules:
         if style := plan.get(plan_name(name)):
             parts = lora_parts(module)
             # of an adapter, only A or B has the sharded dim
@@ -63,20 +70,16 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
                 parallelize_module(matrix, mesh, STYLES[style]())
                 if style.startswith("rowwise"):  # a family may add to its output in place (Llama 4)
                     matrix.register_forward_hook(lambda module, inputs, output: _LocalTensor.apply(output))
-        elif _shares_input(name, module, plan):
+            continue
+        children = {path: child for path, child in module.named_children() if any(True for _ in child.parameters())}
+        styles = [plan.get(plan_name(f"{name}.{path}"), "") for path in children]
+        # if only sharded matrices read the module's input, several of them sharded by columns, and no adapter, which
+        # has a replicated matrix
+        if all(styles) and styles.count("colwise") > 1 and not any(map(lora_parts, children.values())):
             module.register_forward_pre_hook(partial(_replicate_input, mesh), with_kwargs=True)
     _cut_vocabulary(decoder, mesh)
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(name not in frozen)  # SequenceParallel sets requires_grad=True
-
-
-def _mtp_modules(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
-    # the block in an MTP layer has the same module names as a layer
-    for number, layer in enumerate(decoder.mtp_layers()):
-        for name, module in layer.get_submodule("mtp_block").named_modules(prefix=f"layers.{number}"):
-            if is_of_experts(name):
-                raise ValueError("tensor parallelism cannot distribute the experts of MTP layers: expected tensor=1")
-            yield name, module
 
 
 def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
@@ -136,14 +139,6 @@ def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
                     f"'{name}' has weights for each attention head, and the tensor-parallel plan of model type "
                     f"'{config.model_type}' does not name it: expected tensor=1"
                 )
-
-
-def _shares_input(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
-    """Whether a module's input is read only by sharded matrices, several of which are sharded by columns."""
-    children = {path: child for path, child in module.named_children() if next(child.parameters(), None) is not None}
-    styles = [plan.get(plan_name(f"{name}.{path}"), "") for path in children]
-    # an adapter has a replicated matrix
-    return all(styles) and styles.count("colwise") > 1 and not any(map(lora_parts, children.values()))
 
 
 def _replicate_input(

@@ -47,7 +47,7 @@ def run_demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: flo
     assert held_out is not None
     runner = single_process_runner(models.teacher, models.teacher)
     engine = TorchEngine(runner, spec, autocast=models.engine.autocast)
-    models = replace(models, engine=engine, source=InStageTeacher(runner))
+    models = replace(models, engine=engine, source=InStageTeacher())
     teacher_metrics = held_out_metrics(models, held_out, spec, session.schedule.held_out_tokens)
     measured = {"teacher": (TEACHER, teacher_metrics | {"tokens": 0, "seconds": 0.0})}
     for name, config in configs.items():
