@@ -199,21 +199,22 @@ class StudentCopy:
         self._owners = {name: owners[name] for name in wanted}
         self._trained = {name for names in self.mesh.ranks.gather(trained) for name in names}
         self.decoder.requires_grad_(False)
-        self._copy(self._owners)
+        self.refresh(with_frozen=True)
         with self.mesh.ranks.all_raise(ProofError):
             prove_decoder(self.decoder)
 
-    def refresh(self) -> None:
-        """Copy the student's trained weights, one tensor at a time; all ranks must call this. Frozen ones stay."""
-        self._copy({name: owner for name, owner in self._owners.items() if name in self._trained})
-
     @torch.no_grad()
-    def _copy(self, owners: dict[str, int]) -> None:
+    def refresh(self, *, with_frozen: bool = False) -> None:
+        """Copy the student's trained weights, one tensor at a time; all ranks must call this. with_frozen: copy the
+        frozen ones, too.
+        """
         held = self._student.stage_weights()
         here = self.mesh.weights.get_local_rank("pipeline")
         group = self.mesh.weights.get_group("pipeline")
         weights = self.decoder.state_dict()
-        for name, owner in owners.items():
+        for name, owner in self._owners.items():
+            if not with_frozen and name not in self._trained:
+                continue
             value = held[name].gather().contiguous() if owner == here else torch.empty_like(weights[name])
             if group.size() > 1:
                 dist.broadcast(value, group=group, group_src=owner)

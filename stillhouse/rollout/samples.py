@@ -244,7 +244,24 @@ class Samples:
             self._call_about(sample, sample.parts, sample.turns - 1)
         if errors:
             raise errors[0]
-        self._end_rounds()
+        # collect the next turns of all rounds whose replies have arrived, and the samples that have ended
+        for sample in chain.from_iterable(self._complete_rounds()):
+            if sample.goes_on is None and not sample.add_reply():
+                self._request_rewards(sample, sample.parts)
+        complete = self._complete_rounds()  # only those that have the rewards of their objects, too
+        self._rounds = [members for members in self._rounds if members not in complete]
+        for sample in chain.from_iterable(complete):
+            if sample.goes_on:
+                self._next.append(sample)
+                continue
+            if (environment := sample.settings.environment) is not None:
+                arguments = sample.texts(self.tokenizer, sample.parts)
+                self._dropped.append(environment.end(sample.number, arguments))
+                for dropped in [dropped for dropped in self._dropped if dropped.done()]:
+                    self._dropped.remove(dropped)
+                    dropped.result()  # raises the errors of objects that were dropped before
+            self.times[sample.number] = sample.requested_at, sample.ended_at
+            self._finished.append(sample.sample())
         return bool(arrivals)
 
     def finished(self) -> list[Sample]:
@@ -354,26 +371,6 @@ class Samples:
             sample.reply_calls[turn] = call
             if call is None:
                 self._request_rewards(sample, parts)
-
-    def _end_rounds(self) -> None:
-        """Collect the next turns of all rounds whose replies have arrived, and the samples that have ended."""
-        for sample in chain.from_iterable(self._complete_rounds()):
-            if sample.goes_on is None and not sample.add_reply():
-                self._request_rewards(sample, sample.parts)
-        complete = self._complete_rounds()  # only those that have the rewards of their objects, too
-        self._rounds = [members for members in self._rounds if members not in complete]
-        for sample in chain.from_iterable(complete):
-            if sample.goes_on:
-                self._next.append(sample)
-                continue
-            if (environment := sample.settings.environment) is not None:
-                arguments = sample.texts(self.tokenizer, sample.parts)
-                self._dropped.append(environment.end(sample.number, arguments))
-                for dropped in [dropped for dropped in self._dropped if dropped.done()]:
-                    self._dropped.remove(dropped)
-                    dropped.result()  # raises the errors of objects that were dropped before
-            self.times[sample.number] = sample.requested_at, sample.ended_at
-            self._finished.append(sample.sample())
 
     def _complete_rounds(self) -> list[list[OpenSample]]:
         return [members for members in self._rounds if not any(sample.is_waiting for sample in members)]
