@@ -9,7 +9,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 from types import MethodType
 from typing import Any, Protocol
@@ -59,23 +58,13 @@ _NO_REPLY = object()
 Start = Callable[[str, Mapping[str, Any], str], EpisodeObject]
 
 
-def caller_of(environment: UserFunction) -> Callable[..., Any]:
-    """Return the calls of an environment in this process, which check its replies: call(prompt, completion, record,
-    source), and for a class with an `Episode`.
-    """
-    if inspect.isclass(environment.function):
-        return Episodes(str(environment), partial(UserObject, environment))
-    return partial(checked_reply, environment)
-
-
 def checked_reply(
     environment: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
 ) -> str | None:
     """The environment's reply to a completion. Raises UserFunctionError unless the reply is a text or None."""
     about = about_completion(completion, source)
-    return checked_text(
-        environment, environment(prompt, completion, copied_record(record, source), about=about), about
-    )
+    reply = environment(prompt, completion, copied_record(record, source), about=about)
+    return checked_text(environment, reply, about)
 
 
 def checked_text(environment: UserFunction, value: Any, about: str) -> str | None:
@@ -181,16 +170,24 @@ class Tools:
         self._is_limited = is_limited
         for path in paths:
             loaded = load_function(TOOLS, path, hint(path))
-            if inspect.isclass(loaded.function):
-                self._add_class(load_class(loaded, _NO_TOOLS))
-            else:
+            if not inspect.isclass(loaded.function):
                 name = str(getattr(loaded.function, "__name__", ""))  # the name in its schema
                 self._add(name, loaded.function, path)
                 self.functions[name] = loaded
-
-    @property
-    def have_state(self) -> bool:
-        return bool(self.classes)
+                continue
+            loaded = load_class(loaded, _NO_TOOLS)
+            if not (names := _tool_names(loaded)):
+                raise ValueError(
+                    f"got {loaded.path!r}, a class without tools: expected public methods besides reset and close"
+                )
+            for name in names:
+                method = getattr(loaded.function, name)
+                if not isinstance(inspect.getattr_static(loaded.function, name), staticmethod):
+                    # transformers does not describe the `self` of a bound method
+                    method = MethodType(method, object())
+                self._add(name, method, f"{loaded.path}.{name}")
+            self.classes.append(loaded)
+        self.have_state = bool(self.classes)
 
     def start(self, prompt: str, record: Mapping[str, Any], about: str) -> EpisodeObject:
         """The tools of one sample; see `EpisodeObject`."""
@@ -199,19 +196,6 @@ class Tools:
             objects.append(UserObject(of, prompt, record, about))
             functions |= {name: objects[-1].method(name) for name in _tool_names(of)}
         return _SampleTools(functions, objects, is_limited=self._is_limited)
-
-    def _add_class(self, of: UserFunction) -> None:
-        names = _tool_names(of)
-        if not names:
-            raise ValueError(
-                f"got {of.path!r}, a class without tools: expected public methods besides reset and close"
-            )
-        for name in names:
-            method = getattr(of.function, name)
-            if not isinstance(inspect.getattr_static(of.function, name), staticmethod):
-                method = MethodType(method, object())  # transformers does not describe the `self` of a bound method
-            self._add(name, method, f"{of.path}.{name}")
-        self.classes.append(of)
 
     def _add(self, name: str, described: Callable[..., Any], path: str) -> None:
         if name in self.described:

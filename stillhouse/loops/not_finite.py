@@ -34,7 +34,13 @@ def not_finite_error(
     """
     loss, packed = output.sums["loss"], micro_batches.all_ranks
     assert isinstance(packed, PackedMicroBatches)
-    findings = _losses(models, micro_batches, output.outputs) or _gradients(models, packed)
+    findings = _losses(models, micro_batches, output.outputs)
+    if not findings:  # run each micro-batch again, and name the first parameter whose gradient is not finite
+        for number, rows in enumerate(packed.rows):
+            _run_again(models, packed.sequences.micro_batches([rows]))
+            if bad := models.engine.gradients_not_finite():
+                samples = _sources(models, packed.sequences, packed.documents_of(number))
+                findings.append(f"gradient of {bad[0]} (and {len(bad) - 1} more) on {samples}")
     models.engine.zero_grad()
     where = "; ".join(findings) or "in no single micro-batch: the sum over the micro-batches overflowed"
     what = "loss" if not math.isfinite(loss) else "gradient"
@@ -68,18 +74,6 @@ def _losses(models: Models, micro_batches: ShardedMicroBatches, outputs: Sequenc
     assert isinstance(micro_batches.all_ranks, PackedMicroBatches)
     sequences = micro_batches.all_ranks.sequences
     return [f"{name} on {_sources(models, sequences, documents)}" for name, documents in documents_by_name.items()]
-
-
-def _gradients(models: Models, packed: PackedMicroBatches) -> list[str]:
-    """Run each micro-batch again; for each gradient that is not finite, name the first parameter and the samples."""
-    findings = []
-    for number, rows in enumerate(packed.rows):
-        _run_again(models, packed.sequences.micro_batches([rows]))
-        bad = models.engine.gradients_not_finite()
-        if bad:
-            where = _sources(models, packed.sequences, packed.documents_of(number))
-            findings.append(f"gradient of {bad[0]} (and {len(bad) - 1} more) on {where}")
-    return findings
 
 
 def _sources(models: Models, sequences: PackedSequences, documents: Iterable[int]) -> str:

@@ -228,8 +228,8 @@ def training(
         # the first evaluation, or an evaluation that was interrupted
         is_due = schedule.evaluates_after(progress.step) and not progress.metrics
         greedy = stack.enter_context(greedy_evaluation(session, folder, progress.step - is_due))
-        if greedy is not None:
-            hashes = greedy.prompt_hashes
+        if greedy is not None and greedy.prompts is not None:
+            hashes = greedy.prompts.hashes
             if any(progress.data.get(name, digest) != digest for name, digest in hashes.items()):
                 raise ValueError(
                     "eval.prompts.data: the prompts have changed since the run's last checkpoint, so that its "
@@ -263,7 +263,14 @@ def _progress(
         if folder.owns(checkpoint.path):
             if on_policy:
                 with models.ranks.all_raise(DamagedCheckpointError):
-                    _restore_queue(queue, checkpoint, progress.step)
+                    try:
+                        if queue is not None:  # only rank 0 has it
+                            queue.restore(read_queue(checkpoint), progress.step)
+                    except ValueError as error:
+                        raise DamagedCheckpointError(
+                            f"{checkpoint.path / ROLLOUTS} is not what this run has written: {error}; restore it, or "
+                            f"remove {checkpoint.path}, so that the run continues from the checkpoint before it"
+                        ) from error
             with models.ranks.all_raise(UserFunctionError):
                 if functions is not None:
                     functions.load(progress.functions, progress.sources, warn)
@@ -277,18 +284,6 @@ def _progress(
     prompts = {name: digest for name, digest in progress.data.items() if name.startswith(PROMPTS)}
     data = identity.data | prompts
     return replace(progress, data=data, models=identity.models, configuration=identity.configuration)
-
-
-def _restore_queue(queue: RolloutQueue | None, checkpoint: IntactCheckpoint, step: int) -> None:
-    """Raises DamagedCheckpointError if it cannot be this run's queue at this step. Only rank 0 has a queue."""
-    try:
-        if queue is not None:
-            queue.restore(read_queue(checkpoint), step)
-    except ValueError as error:
-        raise DamagedCheckpointError(
-            f"{checkpoint.path / ROLLOUTS} is not what this run has written: {error}; restore it, or remove "
-            f"{checkpoint.path}, so that the run continues from the checkpoint before it"
-        ) from error
 
 
 @contextmanager

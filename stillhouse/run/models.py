@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig
 from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, as_config_error
 from stillhouse.config.student_section import StudentInitConfig
 from stillhouse.engine.losses import LossPart
-from stillhouse.hashing import json_hash
 from stillhouse.models import (
     Decoder,
     add_lora,
@@ -40,7 +39,6 @@ from stillhouse.models.pretrained import auto_class, parse_dtype, read_configura
 from stillhouse.models.varlen import activations_for
 from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharded_loading import allocate, read_weights
-from stillhouse.signals import SignalStore
 
 _INIT = "student.init"
 #: keys of config.json that may differ between the teacher and a student that gets layers of the teacher
@@ -209,30 +207,6 @@ class ModelSources:
         if self.without_noise:
             self.removed_noise.update(remove_noise(student))
         return student
-
-
-def model_fingerprints(
-    student: StudentConfig, teachers: Mapping[str, TeacherConfig], seed: int, stores: Mapping[str, SignalStore]
-) -> dict[str, str]:
-    """Fingerprints of the student and of the teachers, by the keys of their sections.
-
-    A fingerprint is a hash of the model's files, the commit of a model on the hub, or the identity of a store; with
-    `student.init`, the student's is also of the teacher's files, or of the seed of its initial weights. A teacher
-    that is the student itself has no fingerprint.
-    """
-    file_hash, init = source_fingerprint(student.model, student.revision), student.init
-    fingerprints = {"student": quantized_identity(file_hash, student.quantize)}
-    if init is not None:
-        start: str | int = seed
-        if init.source == "teacher":
-            start = source_fingerprint(str(teachers["teacher"].model), teachers["teacher"].revision)
-        fingerprints["student"] = json_hash([file_hash, init.source, init.layers, start])
-    for section, teacher in teachers.items():
-        if section in stores:
-            fingerprints[section] = stores[section].identity
-        elif teacher.model is not None:
-            fingerprints[section] = teacher_fingerprint(teacher)
-    return fingerprints
 
 
 def teacher_fingerprint(teacher: TeacherConfig) -> str:

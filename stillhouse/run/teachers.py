@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from stillhouse.config import ConfigError, NamedTeacherConfig, TeacherConfig, TeachersConfig, as_config_error
+from stillhouse.config import ConfigError, TeacherConfig, TeachersConfig, as_config_error
 from stillhouse.data import Documents, load_tokenizer
 from stillhouse.loops.session import Data
 from stillhouse.models import Decoder, ProofError
@@ -35,7 +35,6 @@ from stillhouse.signals import (
     ChosenTeacher,
     InStageTeacher,
     NoTeacher,
-    SelfTeacher,
     SeparateTeacher,
     SeveralTeachers,
     SignalSource,
@@ -194,27 +193,11 @@ class TeacherSources:
     separate: Layout | None
 
     def source(self) -> SignalSource:
-        if self.teachers is not None:
-            return self._several(self.teachers)
-        if self.teacher is None:
-            return NoTeacher()
-        return self._source("teacher", self.teacher, self.student.teacher_head)
-
-    def _source(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SignalSource:
-        """The source of one teacher. head: the teacher's head, on processes with the student's last stage."""
-        store = self.stores.get(section)
-        if store is None:
-            source: SignalSource = teacher.source_kind.source(self, section, teacher, head)
-            return source
-        if self.student.has_results:
-            store.start(self.student.device)
-        name = section.partition(".")[2]
-        if store.signal.kind == "chosen":
-            return ChosenTeacher(store, self.student, self.autocast, teacher.tail, name)
-        return StoredTeacher(store, self.student, teacher.tail, name, head=head)
-
-    def _several(self, teachers: TeachersConfig) -> SeveralTeachers:
         """A collective of all processes. Raises ConfigError if a model does not fit its layout."""
+        if self.teacher is not None:
+            return self._source("teacher", self.teacher, self.student.teacher_head)
+        if (teachers := self.teachers) is None:
+            return NoTeacher()
         unsplit = self._unsplit_teachers(teachers)
         heads = self._heads(teachers, unsplit)
         sources: dict[str, SignalSource] = {}
@@ -228,6 +211,19 @@ class TeacherSources:
                 sources[name] = self._source(f"teachers.{name}", teacher, head)
         is_sharded = bool(heads) and self.student.mesh.is_sharded
         return SeveralTeachers(sources, self.student, teachers.route, heads_are_sharded=is_sharded)
+
+    def _source(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SignalSource:
+        """The source of one teacher. head: the teacher's head, on processes with the student's last stage."""
+        store = self.stores.get(section)
+        if store is None:
+            source: SignalSource = teacher.source_kind.source(self, section, teacher, head)
+            return source
+        if self.student.has_results:
+            store.start(self.student.device)
+        name = section.partition(".")[2]
+        if store.signal.kind == "chosen":
+            return ChosenTeacher(store, self.student, self.autocast, teacher.tail, name)
+        return StoredTeacher(store, self.student, teacher.tail, name, head=head)
 
     def _unsplit_teachers(self, teachers: TeachersConfig) -> dict[str, Decoder]:
         """In a run of one process: the full models of the teachers whose layers and head cannot be separated."""
@@ -260,6 +256,7 @@ class TeacherSources:
             runs_here = teacher.source_kind.runs_model and name not in unsplit
             if runs_here if store is None else store.signal.is_exact:
                 folder = None if store is None else store.teacher_folder
+                assert store is None or folder is not None  # else the head of another model would be read
                 source = self.models.sharded(section, device, offload=self.models.offload, folder=folder)
                 decoders[name] = load_head(source, runner.layout, runner.mesh)
                 has_values = source.has_values
@@ -291,8 +288,3 @@ class TeacherSources:
         mesh = runner.mesh if separate is None else Mesh(separate.degrees, runner.device)
         with as_config_error(key, ProofError):
             return SeparateTeacher(source, layout, mesh, runner.layout, runner.mesh, head=head)
-
-    def self_teacher(self, teacher: TeacherConfig) -> SelfTeacher:
-        """The source for a teacher that is the student itself, with its present weights or their average."""
-        assert isinstance(teacher, NamedTeacherConfig)
-        return SelfTeacher(self.student, self.autocast, self.average if teacher.student == "ema" else None)
