@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 from stillhouse.user_code.environment import Episode
 from stillhouse.user_code.functions import (
@@ -39,23 +39,10 @@ ERROR = "Error: "
 MadeCall = tuple[str, Mapping[str, Any], str]
 
 
-class EpisodeObject(Protocol):
-    """The object of a sample. about: a text for error messages, which names the completion."""
-
-    def step(self, turn: Any, about: str) -> Any:
-        """The reply to the next turn."""
-
-    def reward(self, about: str) -> float:
-        """The reward of the sample, which ends with the turns so far."""
-
-    def close(self, about: str) -> None:
-        """The sample has ended."""
-
-
 #: in place of the reply to a turn that has none so far
-_NO_REPLY = object()
+_NO_REPLY: Any = object()
 #: makes the object of a sample, as start(prompt, record, about). The record is a copy for this call
-Start = Callable[[str, Mapping[str, Any], str], EpisodeObject]
+Start = Callable[[str, Mapping[str, Any], str], "UserObject | _SampleTools"]
 
 
 def checked_reply(
@@ -94,7 +81,7 @@ class Episodes:
     def __init__(self, name: str, start: Start, *, have_state: bool = True):
         self._name, self._start, self._have_state = name, start, have_state
         #: by the number of the sample: the object, and the number of turns that it has got
-        self._objects: dict[int, tuple[EpisodeObject, int]] = {}
+        self._objects: dict[int, tuple[UserObject | _SampleTools, int]] = {}
 
     def __call__(self, prompt: str, completion: str, record: Mapping[str, Any], source: str, episode: Episode) -> Any:
         """The reply to the last turn of an episode, or the reward of the sample.
@@ -125,7 +112,9 @@ class Episodes:
 
 
 class UserObject:
-    """An object of a user's class, which was made and reset for a sample. Raises UserFunctionError if that fails."""
+    """An object of a user's class, which was made and reset for a sample. Raises UserFunctionError if that fails.
+    about: a text for error messages, which names the completion.
+    """
 
     def __init__(self, of: UserFunction, prompt: str, record: Mapping[str, Any], about: str):
         self.of, self._made = of, of(about=about)
@@ -189,8 +178,8 @@ class Tools:
             self.classes.append(loaded)
         self.have_state = bool(self.classes)
 
-    def start(self, prompt: str, record: Mapping[str, Any], about: str) -> EpisodeObject:
-        """The tools of one sample; see `EpisodeObject`."""
+    def start(self, prompt: str, record: Mapping[str, Any], about: str) -> "_SampleTools":
+        """The tools of one sample."""
         functions, objects = dict(self.functions), list[UserObject]()
         for of in self.classes:
             objects.append(UserObject(of, prompt, record, about))
@@ -205,6 +194,8 @@ class Tools:
 
 
 class _SampleTools:
+    """The tools of a sample, with the methods of a `UserObject`."""
+
     def __init__(self, functions: Mapping[str, UserFunction], objects: Sequence[UserObject], *, is_limited: bool):
         self._functions, self._objects, self._is_limited = functions, objects, is_limited
 

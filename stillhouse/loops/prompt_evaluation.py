@@ -6,7 +6,7 @@ student's tokens as it scores those of rollouts, so that the divergence is on th
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from stillhouse.parallel import Ranks, ShardedMicroBatches, is_first, watchdog
 from stillhouse.rollout import Completion, Sample, Samples, Sampling, TargetRules, step_documents
 from stillhouse.rollout.documents import StepPacker
 from stillhouse.rollout.engines import InJobEngine, JobEngine
+from stillhouse.rollout.plan import PromptSeeds
 from stillhouse.rollout.rollout import ERRORS
 from stillhouse.rollout.user_functions import CompletionCalls, warn
 from stillhouse.signals.signal_store import SignalWatch
@@ -222,7 +223,7 @@ def completed(
                 processor = data.media_processor
                 calls = CompletionCalls([rollout], data.tokenizer, processor, [sampling], reward_key=reward_key)
                 stack.callback(calls.close)
-                plan, tokenizer = _PromptSeeds(seed), data.tokenizer
+                plan, tokenizer = PromptSeeds(seed), data.tokenizer
                 samples = Samples(prompts, plan, tokenizer, calls.sources, together=True, alive=require_no_signal)
                 stack.callback(samples.close)
                 samples.start([(number, number) for number in range(len(prompts))])
@@ -234,19 +235,3 @@ def completed(
                 samples.wait_until_dropped()
                 shared.value = [sample.as_json() for sample in finished]
         return finished if samples is not None else [Sample.from_json(values) for values in shared.value]
-
-
-@dataclass(frozen=True)
-class _PromptSeeds:
-    """One sample for each prompt, with the same seeds at each evaluation."""
-
-    seed: int
-
-    def source_of(self, sample: int) -> int:
-        return 0
-
-    def sample_seed(self, sample: int, turn: int) -> int:
-        if turn == 0:
-            return self.seed + sample
-        state = np.random.SeedSequence([self.seed, sample, turn]).generate_state(1, np.uint64)
-        return int(state[0] >> np.uint64(1))

@@ -130,7 +130,7 @@ class Generator:
         def on_end(rows: Sequence[int]) -> None:
             assert early is not None
             for row, completion in zip(rows, self._completions(sampler, end, version, rows), strict=True):
-                early.put((requests[row].number, completion))
+                early((requests[row].number, completion))
 
         width = max(len(request.prompt_ids) for request in requests)
         limits = [self._limit(request) for request in requests]

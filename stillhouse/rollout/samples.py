@@ -12,13 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
 from stillhouse.data.media_files import MediaFile
+from stillhouse.rollout.plan import PromptPlan, PromptSeeds
 from stillhouse.rollout.records import NOT_GENERATED, Completion, CompletionInbox, GenerationRequest, Sample, Sampling
 from stillhouse.rollout.reward import PendingReward, RewardSum
 from stillhouse.rollout.turns import CallArguments, Reply, SampleTurns, TurnReplies, done, turn_texts
@@ -135,13 +136,6 @@ class OpenSample:
         )
 
 
-class SamplePlan(Protocol):
-    """The part of a `PromptPlan` that generation needs."""
-
-    def source_of(self, sample: int) -> int: ...
-    def sample_seed(self, sample: int, turn: int) -> int: ...
-
-
 class Samples:
     """The samples under way. The first rank has them.
 
@@ -154,7 +148,7 @@ class Samples:
     def __init__(
         self,
         prompts: Documents,
-        plan: SamplePlan,
+        plan: PromptPlan | PromptSeeds,
         tokenizer: PreTrainedTokenizerBase,
         sources: Sequence[SourceSettings],
         *,
