@@ -21,11 +21,12 @@ from stillhouse.data.media import shown_text
 from stillhouse.engine.engine import StepOutput
 from stillhouse.loops.rollout_warnings import RolloutWarnings
 from stillhouse.loops.session import Data, RolloutPlan
+from stillhouse.objective.metrics import POLICY_VERSION
 from stillhouse.objective.sampled_tokens import origin_masks
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.records import SampleRecord, SampleToken
 from stillhouse.parallel import Ranks, ShardedMicroBatches
-from stillhouse.rollout import POLICY_VERSION, PromptPlan, Sample, TargetRules, staleness
+from stillhouse.rollout import PromptPlan, Sample, TargetRules, staleness
 from stillhouse.rollout.reward import mean_and_deviation, rewards_are_equal
 from stillhouse.user_code.functions import REWARD
 

@@ -40,7 +40,18 @@ class RolloutWarnings:
 
     def watch(self, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
         """Warn about the samples of a step, if there is a reason. metrics: those of the step."""
-        self._watch_length(metrics)
+        length, cut = metrics["rollout/completion_tokens"], metrics["rollout/truncated"]
+        if len(self._first) < FIRST_STEPS:
+            self._first.append((length, cut))
+        usual, usually_cut = (statistics.fmean(values) for values in zip(*self._first, strict=True))
+        many = known_metric("rollout/truncated").warn_above
+        if cut > many and (length > LONGER * usual or cut > usually_cut + MORE_CUT):
+            self._warn(
+                "length",
+                f"completions have {length:.0f} tokens on average, {usual:.0f} in the first steps, and "
+                f"{cut:.0%} of them are cut at rollout.max_new_tokens: the student does "
+                "not stop any more. rollout.truncated=mask keeps it from learning from cut completions",
+            )
         has_end = any(sample.completion.finish != "length" for sample in samples)
         self._cut_steps = 0 if has_end else self._cut_steps + 1
         self._cut_samples = 0 if has_end else self._cut_samples + len(samples)
@@ -74,20 +85,6 @@ class RolloutWarnings:
                 "calls",
                 f"{count:,} calls of {name_list(times)}, one after the other, took {spent:.3g} s of the "
                 f"{seconds:.3g} s of a step: rollout.workers makes many calls at once, with the same results",
-            )
-
-    def _watch_length(self, metrics: Mapping[str, float]) -> None:
-        length, cut = metrics["rollout/completion_tokens"], metrics["rollout/truncated"]
-        if len(self._first) < FIRST_STEPS:
-            self._first.append((length, cut))
-        usual, usually_cut = (statistics.fmean(values) for values in zip(*self._first, strict=True))
-        many = known_metric("rollout/truncated").warn_above
-        if cut > many and (length > LONGER * usual or cut > usually_cut + MORE_CUT):
-            self._warn(
-                "length",
-                f"completions have {length:.0f} tokens on average, {usual:.0f} in the first steps, and "
-                f"{cut:.0%} of them are cut at rollout.max_new_tokens: the student does "
-                "not stop any more. rollout.truncated=mask keeps it from learning from cut completions",
             )
 
     def _watch_replies(self, samples: Sequence[Sample]) -> None:

@@ -108,30 +108,18 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     # packed rows have gaps for what teachers in this job read; with rollouts, weights are shares of the prompts
     gaps = [section.partition(".")[2] for section in in_job] if fits_teachers else []
     weights = [source.weight for source in data.weighted_sources] if config.rollout is None else []
-    packed_train = PackedSequences(
-        train,
+    pack = partial(
+        PackedSequences,
         max_tokens=data.max_tokens,
         seed=config.seed,
         gaps=gaps,
         together=route,
-        weights=weights or None,
         media_inputs=media_inputs,
     )
-    packed_eval = None
-    if held_out is not None:
-        packed_eval = PackedSequences(
-            held_out,
-            max_tokens=data.max_tokens,
-            seed=config.seed,
-            shuffle=False,
-            gaps=gaps,
-            together=route,
-            media_inputs=media_inputs,
-        )
     return Data(
         tokenizer,
-        packed_train,
-        packed_eval,
+        pack(train, weights=weights or None),
+        None if held_out is None else pack(held_out, shuffle=False),
         hashes,
         warnings,
         splits.get("dataset"),

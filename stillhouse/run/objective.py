@@ -46,7 +46,16 @@ class RunObjective:
         specs = {key: self._parsed(key, loss) for key, loss in objective.losses.items()}
         if objective.by_origin is None:
             (spec,) = specs.values()
-            self._require_uld(spec)
+            key, loss = "teacher.cross_tokenizer", objective.loss
+            method = None if self.teacher is None else self.teacher.cross_tokenizer
+            if spec.uld is not None and method != "uld":
+                raise ConfigError("objective.loss", f"got {loss!r}: uld needs {key}=uld")
+            if method == "uld" and spec.divergence is not None:
+                raise ConfigError(
+                    "objective.loss",
+                    f"got {loss!r} with {key}=uld, which gives no divergence: expected uld, such as "
+                    f"0.5*cross_entropy + 0.5*uld, or {key}=gold",
+                )
         else:
             spec = ObjectiveSpec.from_origins(dict(zip(objective.by_origin.losses, specs.values(), strict=True)))
         if (teachers := self.teachers) is not None:
@@ -139,22 +148,6 @@ class RunObjective:
     def _parts(self, spec: ObjectiveSpec) -> list[LossPart]:
         sections = self._sections(spec)
         return [part for kind in _part_types() if (part := kind.from_config(sections)) is not None]
-
-    def _require_uld(self, spec: ObjectiveSpec) -> None:
-        """Raise ConfigError if the loss does not fit `teacher.cross_tokenizer`.
-
-        The term `uld` needs the value "uld" of this key. With this value, the loss must not have a divergence.
-        """
-        key, loss = "teacher.cross_tokenizer", self.objective.loss
-        method = None if self.teacher is None else self.teacher.cross_tokenizer
-        if spec.uld is not None and method != "uld":
-            raise ConfigError("objective.loss", f"got {loss!r}: uld needs {key}=uld")
-        if method == "uld" and spec.divergence is not None:
-            raise ConfigError(
-                "objective.loss",
-                f"got {loss!r} with {key}=uld, which gives no divergence: expected uld, such as "
-                f"0.5*cross_entropy + 0.5*uld, or {key}=gold",
-            )
 
     def _parsed(self, key: str, loss: str) -> ObjectiveSpec:
         """Parse the expression of the run, or of one origin, and add the rollouts' correction, discount and sampling
