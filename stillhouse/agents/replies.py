@@ -27,19 +27,6 @@ _CUT = "\n[The rest of this reply was cut.]"
 _LOST = f"{ERROR}the tool did not return"
 
 
-def _text_reply(text: str, ids: Sequence[int], placeholders: Sequence[int]) -> Reply:
-    """The reply of an environment. placeholders: the ids of the tokens that stand for features of media.
-
-    Raises UserFunctionError for a reply that has one.
-    """
-    if not set(placeholders).isdisjoint(ids):
-        raise UserFunctionError(
-            f"rollout.environment: the reply {text[:80]!r} has the placeholder token of {MEDIUM}: expected text, "
-            f"because only prompts have {MEDIA}"
-        )
-    return Reply(text, ids)
-
-
 class TextReplies(TurnReplies):
     """The texts of an environment (`rollout.environment`), which may have any tokens but those of media.
 
@@ -192,3 +179,16 @@ def beginning(ids_of: Callable[[str], Sequence[int]], text: str, most: int) -> s
     while characters < len(text) and len(ids_of(text[:characters])) <= 2 * most + _MARGIN:
         characters *= 2
     return text[:characters]
+
+
+def _text_reply(text: str, ids: Sequence[int], placeholders: Sequence[int]) -> Reply:
+    """The reply of an environment. placeholders: the ids of the tokens that stand for features of media.
+
+    Raises UserFunctionError for a reply that has one.
+    """
+    if not set(placeholders).isdisjoint(ids):
+        raise UserFunctionError(
+            f"rollout.environment: the reply {text[:80]!r} has the placeholder token of {MEDIUM}: expected text, "
+            f"because only prompts have {MEDIA}"
+        )
+    return Reply(text, ids)

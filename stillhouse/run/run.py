@@ -297,7 +297,8 @@ def _identity(setup: RunSetup, models: Models, data: Data, model_hashes: dict[st
     ValueError if these differ between ranks.
     """
     rollout, evaluation = setup.config.rollout, setup.config.eval
-    if rollout or evaluation.samples or evaluation.tasks or evaluation.prompts or evaluation.callbacks:
+    completes = evaluation.samples or evaluation.tasks or evaluation.prompts or evaluation.callbacks
+    if rollout is not None or completes:
         writer = models.student
         if rollout is not None and rollout.writer == "teacher" and not rollout.urls:
             writer = models.teacher or writer
