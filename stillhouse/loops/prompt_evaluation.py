@@ -99,8 +99,7 @@ class PromptEvaluation:
         } | turn_statistics(samples, [self._rollout])
         if session.models.teacher_configs:
             sums = session.models.engine.evaluate(self._scored(samples), divergence=reverse_kl())
-            temperatures = session.models.signal_temperatures
-            token_metrics = means(sums, session.loss.spec, mixes_temperatures=len(temperatures) > 1)
+            token_metrics = means(sums, session.loss.spec, session.models.signal_temperatures)
             metrics |= {
                 name: value for name, value in token_metrics.items() if name.partition("/")[0] == "reverse_kl"
             }

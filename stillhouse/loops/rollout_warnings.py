@@ -96,20 +96,19 @@ class RolloutWarnings:
         self._replied += sum(not sample.is_generated_N.all() or sample.tool_calls > 0 for sample in with_turns)
         if self._steps != SILENT_STEPS or self._replied:
             return
-        none = f"none of the {self._count:,} completions of the last {SILENT_STEPS} steps has"
         if any(rollout.tool_paths for _, rollout in with_rollouts):
-            self._warn(
-                "replies",
-                f"{none} called one of rollout.tools ({self._cut:,} of them are cut at rollout.max_new_tokens): the "
-                "student does not write calls in the format of its chat template, or the prompts need none",
+            reason = (
+                f"called one of rollout.tools ({self._cut:,} of them are cut at rollout.max_new_tokens): the student "
+                "does not write calls in the format of its chat template, or the prompts need none"
             )
         else:
-            self._warn(
-                "replies",
-                f"{none} had a reply of rollout.environment: it is not called after a completion that is cut at "
+            reason = (
+                "had a reply of rollout.environment: it is not called after a completion that is cut at "
                 f"rollout.max_new_tokens ({self._cut:,} of them) and after the last of rollout.max_turns, and has "
-                "returned None otherwise",
+                "returned None otherwise"
             )
+        none = f"none of the {self._count:,} completions of the last {SILENT_STEPS} steps has"
+        self._warn("replies", f"{none} {reason}")
 
     def _watch_ratios(self, metrics: Mapping[str, float]) -> None:
         fresh, ratio = metrics.get("rollout/log_ratio_fresh", 0.0), metrics.get("rollout/log_ratio", 0.0)
