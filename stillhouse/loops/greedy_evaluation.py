@@ -185,12 +185,9 @@ def _text_requests(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class HeldOutPrompt:
-    """The beginning of a held-out document, and its continuation. document: its number. source: the document's file
-    and line.
-    """
+    """The beginning of a held-out document, and its continuation. document: its number."""
 
     document: int
-    source: str
     prompt_N: np.ndarray
     reference_N: np.ndarray
 
@@ -219,8 +216,7 @@ def choose_prompts(documents: Documents, count: int, processor: MediaProcessor |
         cut = first if first > 1 else max(1, min(PROMPT_TOKENS, len(ids_N) // 2))
         if cut < end:
             cut = next((int(target) for target in targets if target >= end), end)
-        source = documents.sources[document]
-        prompts.append(HeldOutPrompt(document, source, ids_N[:cut].astype(np.int32), ids_N[cut:]))
+        prompts.append(HeldOutPrompt(document, ids_N[:cut].astype(np.int32), ids_N[cut:]))
     return prompts
 
 

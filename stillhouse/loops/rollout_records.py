@@ -18,7 +18,7 @@ import torch
 from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import part_names
 from stillhouse.data.media import shown_text
-from stillhouse.engine.engine import StepOutput
+from stillhouse.engine.engine import StepOutput, add_up
 from stillhouse.loops.rollout_warnings import RolloutWarnings
 from stillhouse.loops.session import Data, RolloutPlan
 from stillhouse.objective.metrics import POLICY_VERSION
@@ -149,12 +149,7 @@ class RolloutMetrics:
                 source_sums = torch.bincount(source_R, weights=value_R, minlength=len(sums)).tolist()
                 for source, value in zip(sums, source_sums, strict=True):
                     source[name] = source.get(name, 0.0) + value
-        totals = [dict[str, float]() for _ in plan.sources]
-        for rank_sums in self._ranks.gather(sums):
-            for total, source in zip(totals, rank_sums, strict=True):
-                for name, value in source.items():
-                    total[name] = total.get(name, 0.0) + value
-        return totals
+        return [add_up(source_sums) for source_sums in zip(*self._ranks.gather(sums), strict=True)]
 
     def _source_means(self, sums: dict[str, float]) -> dict[str, float]:
         """Return the means of the terms of one source over its target tokens, of teachers and origins together.
