@@ -165,8 +165,8 @@ class ModelSources:
         return ModelSource(build, add_weights, name="student", is_proven=student.mtp is None)
 
     def _sharded_student(self) -> ModelSource:
-        """The source of this process's shard of the student. The weights are from files or from `student.init`. Raises
-        ConfigError if the teacher's layers do not fit the student.
+        """The source of this process's shard of the student. The weights are from files or from `student.init`.
+        Raises ConfigError if the teacher's layers do not fit the student.
         """
         if (init := self.student.init) is None:
             return self.sharded("student", offload=self.offload, autocast=self.autocast)
