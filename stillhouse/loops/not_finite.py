@@ -20,12 +20,7 @@ _NAMED = 5
 
 
 def not_finite_error(
-    models: Models,
-    checkpoints: Path,
-    step: int,
-    micro_batches: ShardedMicroBatches,
-    output: StepOutput,
-    norm: float,
+    models: Models, checkpoints: Path, step: int, micro_batches: ShardedMicroBatches, output: StepOutput, norm: float
 ) -> ValueError:
     """Return an error that names the cause of a loss or gradient norm that is not finite. Weights are not changed.
 

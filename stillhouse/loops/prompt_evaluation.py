@@ -182,11 +182,7 @@ def held_out_prompts(models: Models, data: Data, plan: RolloutPlan | None, setti
     )
     with as_config_error("eval.prompts.data"):
         documents = load_documents(
-            settings.data,
-            data.tokenizer,
-            options,
-            processor=data.media_processor,
-            teachers=data.teacher_media,
+            settings.data, data.tokenizer, options, processor=data.media_processor, teachers=data.teacher_media
         )
     has_reply = rollout is not None and rollout.reply_role
     if rollout is not None and has_reply and not are_conversations(documents.records[0], data.tokenizer):

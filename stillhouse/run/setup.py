@@ -238,6 +238,5 @@ def require_fsdp(key: str, layout: Layout, device: torch.device) -> None:
         )
     if layout.degrees.replicate * layout.degrees.shard == 1:
         raise ConfigError(
-            key,
-            f"has no effect under {layout}, which does not use FSDP: expected fsdp, replicate or context above 1",
+            key, f"has no effect under {layout}, which does not use FSDP: expected fsdp, replicate or context above 1"
         )
