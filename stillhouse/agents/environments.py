@@ -2,10 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from stillhouse.agents.episodes import Episodes, Tools, caller_of
+from stillhouse.agents.episodes import Episodes, Tools, UserObject, checked_reply
 from stillhouse.display import first_line
 from stillhouse.user_code.environment import Environment
 from stillhouse.user_code.functions import ENVIRONMENT, TOOLS, UserFunction, load_function
@@ -41,7 +41,10 @@ class TextEnvironment(Environment):
 
     @classmethod
     def answer(cls, path: str, *, is_limited: bool) -> Callable[..., Any]:
-        return caller_of(load_function(ENVIRONMENT, path))
+        environment = load_function(ENVIRONMENT, path)
+        if inspect.isclass(environment.function):
+            return Episodes(str(environment), partial(UserObject, environment))
+        return partial(checked_reply, environment)
 
     def markers(self, tokenizer: Any, processor: Any) -> dict[int, str]:
         from stillhouse.agents.reply_format import ReplyFormat

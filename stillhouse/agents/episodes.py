@@ -9,10 +9,9 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 from stillhouse.user_code.environment import Episode
 from stillhouse.user_code.functions import (
@@ -40,32 +39,10 @@ ERROR = "Error: "
 MadeCall = tuple[str, Mapping[str, Any], str]
 
 
-class EpisodeObject(Protocol):
-    """The object of a sample. about: a text for error messages, which names the completion."""
-
-    def step(self, turn: Any, about: str) -> Any:
-        """The reply to the next turn."""
-
-    def reward(self, about: str) -> float:
-        """The reward of the sample, which ends with the turns so far."""
-
-    def close(self, about: str) -> None:
-        """The sample has ended."""
-
-
 #: in place of the reply to a turn that has none so far
-_NO_REPLY = object()
+_NO_REPLY: Any = object()
 #: makes the object of a sample, as start(prompt, record, about). The record is a copy for this call
-Start = Callable[[str, Mapping[str, Any], str], EpisodeObject]
-
-
-def caller_of(environment: UserFunction) -> Callable[..., Any]:
-    """Return the calls of an environment in this process, which check its replies: call(prompt, completion, record,
-    source), and for a class with an `Episode`.
-    """
-    if inspect.isclass(environment.function):
-        return Episodes(str(environment), partial(UserObject, environment))
-    return partial(checked_reply, environment)
+Start = Callable[[str, Mapping[str, Any], str], "UserObject | _SampleTools"]
 
 
 def checked_reply(
@@ -73,9 +50,8 @@ def checked_reply(
 ) -> str | None:
     """The environment's reply to a completion. Raises UserFunctionError unless the reply is a text or None."""
     about = about_completion(completion, source)
-    return checked_text(
-        environment, environment(prompt, completion, copied_record(record, source), about=about), about
-    )
+    reply = environment(prompt, completion, copied_record(record, source), about=about)
+    return checked_text(environment, reply, about)
 
 
 def checked_text(environment: UserFunction, value: Any, about: str) -> str | None:
@@ -105,7 +81,7 @@ class Episodes:
     def __init__(self, name: str, start: Start, *, have_state: bool = True):
         self._name, self._start, self._have_state = name, start, have_state
         #: by the number of the sample: the object, and the number of turns that it has got
-        self._objects: dict[int, tuple[EpisodeObject, int]] = {}
+        self._objects: dict[int, tuple[UserObject | _SampleTools, int]] = {}
 
     def __call__(self, prompt: str, completion: str, record: Mapping[str, Any], source: str, episode: Episode) -> Any:
         """The reply to the last turn of an episode, or the reward of the sample.
@@ -136,7 +112,9 @@ class Episodes:
 
 
 class UserObject:
-    """An object of a user's class, which was made and reset for a sample. Raises UserFunctionError if that fails."""
+    """An object of a user's class, which was made and reset for a sample. Raises UserFunctionError if that fails.
+    about: a text for error messages, which names the completion.
+    """
 
     def __init__(self, of: UserFunction, prompt: str, record: Mapping[str, Any], about: str):
         self.of, self._made = of, of(about=about)
@@ -181,37 +159,32 @@ class Tools:
         self._is_limited = is_limited
         for path in paths:
             loaded = load_function(TOOLS, path, hint(path))
-            if inspect.isclass(loaded.function):
-                self._add_class(load_class(loaded, _NO_TOOLS))
-            else:
+            if not inspect.isclass(loaded.function):
                 name = str(getattr(loaded.function, "__name__", ""))  # the name in its schema
                 self._add(name, loaded.function, path)
                 self.functions[name] = loaded
+                continue
+            loaded = load_class(loaded, _NO_TOOLS)
+            if not (names := _tool_names(loaded)):
+                raise ValueError(
+                    f"got {loaded.path!r}, a class without tools: expected public methods besides reset and close"
+                )
+            for name in names:
+                method = getattr(loaded.function, name)
+                if not isinstance(inspect.getattr_static(loaded.function, name), staticmethod):
+                    # transformers does not describe the `self` of a bound method
+                    method = MethodType(method, object())
+                self._add(name, method, f"{loaded.path}.{name}")
+            self.classes.append(loaded)
+        self.have_state = bool(self.classes)
 
-    @property
-    def have_state(self) -> bool:
-        return bool(self.classes)
-
-    def start(self, prompt: str, record: Mapping[str, Any], about: str) -> EpisodeObject:
-        """The tools of one sample; see `EpisodeObject`."""
+    def start(self, prompt: str, record: Mapping[str, Any], about: str) -> "_SampleTools":
+        """The tools of one sample."""
         functions, objects = dict(self.functions), list[UserObject]()
         for of in self.classes:
             objects.append(UserObject(of, prompt, record, about))
             functions |= {name: objects[-1].method(name) for name in _tool_names(of)}
         return _SampleTools(functions, objects, is_limited=self._is_limited)
-
-    def _add_class(self, of: UserFunction) -> None:
-        names = _tool_names(of)
-        if not names:
-            raise ValueError(
-                f"got {of.path!r}, a class without tools: expected public methods besides reset and close"
-            )
-        for name in names:
-            method = getattr(of.function, name)
-            if not isinstance(inspect.getattr_static(of.function, name), staticmethod):
-                method = MethodType(method, object())  # transformers does not describe the `self` of a bound method
-            self._add(name, method, f"{of.path}.{name}")
-        self.classes.append(of)
 
     def _add(self, name: str, described: Callable[..., Any], path: str) -> None:
         if name in self.described:
@@ -221,6 +194,8 @@ class Tools:
 
 
 class _SampleTools:
+    """The tools of a sample, with the methods of a `UserObject`."""
+
     def __init__(self, functions: Mapping[str, UserFunction], objects: Sequence[UserObject], *, is_limited: bool):
         self._functions, self._objects, self._is_limited = functions, objects, is_limited
 

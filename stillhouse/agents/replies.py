@@ -27,26 +27,7 @@ _CUT = "\n[The rest of this reply was cut.]"
 _LOST = f"{ERROR}the tool did not return"
 
 
-class AgentReplies(TurnReplies):
-    """The part that all replies share. placeholders: the ids of the tokens that stand for features of media."""
-
-    def __init__(self, calls: EpisodeCalls, tokenizer: PreTrainedTokenizerBase, placeholders: Sequence[int] = ()):
-        super().__init__(calls, tokenizer)
-        self._placeholders = frozenset(placeholders)
-        #: the special tokens, such as those that end a turn
-        self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-
-    def _text_reply(self, text: str, ids: Sequence[int]) -> Reply:
-        """Return the reply of an environment, unless it has a token that stands for features of media."""
-        if not self._placeholders.isdisjoint(ids):
-            raise UserFunctionError(
-                f"rollout.environment: the reply {text[:80]!r} has the placeholder token of {MEDIUM}: "
-                f"expected text, because only prompts have {MEDIA}"
-            )
-        return Reply(text, ids)
-
-
-class TextReplies(AgentReplies):
+class TextReplies(TurnReplies):
     """The texts of an environment (`rollout.environment`), which may have any tokens but those of media.
 
     prompt: the generation prompt of the chat template, or "".
@@ -62,8 +43,8 @@ class TextReplies(AgentReplies):
         prompt: str = "",
         warn: Callable[[str], None] | None = None,
     ):
-        super().__init__(calls, tokenizer, placeholders)
-        self._prompt, self._warn = prompt.strip(), warn
+        super().__init__(calls, tokenizer)
+        self._placeholders, self._prompt, self._warn = placeholders, prompt.strip(), warn
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         return self._calls.request(sample.arguments, self._episode(sample))
@@ -87,10 +68,10 @@ class TextReplies(AgentReplies):
             ids = tokenize(self._tokenizer, [part], special=False)[0]
         except RecordError as error:
             raise ValueError(f"rollout.environment: a reply cannot be read: {error}") from error
-        return self._text_reply(text, ids)
+        return _text_reply(text, ids, self._placeholders)
 
 
-class MessageReplies(AgentReplies):
+class MessageReplies(TurnReplies):
     """The texts of an environment as turns of the chat template (`rollout.reply`).
 
     A turn ends with the template's end marker, or with one of `rollout.stop`. A turn that ends with another
@@ -100,8 +81,8 @@ class MessageReplies(AgentReplies):
     def __init__(
         self, calls: EpisodeCalls, reply_format: ReplyFormat, placeholders: Sequence[int] = (), *, has_stops: bool
     ):
-        super().__init__(calls, reply_format.tokenizer, placeholders)
-        self._format, self._has_stops = reply_format, has_stops
+        super().__init__(calls, reply_format.tokenizer)
+        self._format, self._placeholders, self._has_stops = reply_format, placeholders, has_stops
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         last = int(sample.turns[-1][-1])
@@ -117,10 +98,10 @@ class MessageReplies(AgentReplies):
             ids = self._format.reply_ids(beginning(self._format.text.ids, text, most), ends=ends)
         except ValueError as error:
             raise UserFunctionError(str(error)) from error
-        return self._text_reply(text, ids)
+        return _text_reply(text, ids, self._placeholders)
 
 
-class ToolReplies(AgentReplies):
+class ToolReplies(TurnReplies):
     """The replies of the tools that a turn calls, as the chat template writes them (`rollout.tools`).
 
     A turn ends with the template's end marker, or with one of `rollout.stop`. A turn that ends with another special
@@ -198,3 +179,16 @@ def beginning(ids_of: Callable[[str], Sequence[int]], text: str, most: int) -> s
     while characters < len(text) and len(ids_of(text[:characters])) <= 2 * most + _MARGIN:
         characters *= 2
     return text[:characters]
+
+
+def _text_reply(text: str, ids: Sequence[int], placeholders: Sequence[int]) -> Reply:
+    """The reply of an environment. placeholders: the ids of the tokens that stand for features of media.
+
+    Raises UserFunctionError for a reply that has one.
+    """
+    if not set(placeholders).isdisjoint(ids):
+        raise UserFunctionError(
+            f"rollout.environment: the reply {text[:80]!r} has the placeholder token of {MEDIUM}: expected text, "
+            f"because only prompts have {MEDIA}"
+        )
+    return Reply(text, ids)

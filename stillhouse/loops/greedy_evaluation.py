@@ -62,11 +62,6 @@ class GreedyEvaluation:
     file: LineFile | None
     prompts: PromptEvaluation | None
 
-    @property
-    def prompt_hashes(self) -> dict[str, str]:
-        """See `PromptEvaluation.hashes`; empty without such an evaluation."""
-        return {} if self.prompts is None else self.prompts.hashes
-
     def evaluate(self, step: int, others: dict[str, float]) -> dict[str, float]:
         """Return the metrics of tasks and callbacks, the same on all ranks, and show completions of held-out prompts.
 
@@ -91,7 +86,11 @@ class GreedyEvaluation:
             watchdog.enter("eval.callbacks", timed=False)  # they may take any time
             with self.models.ranks.shared(UserFunctionError, ValueError, OverdueError) as shared:
                 if is_first():
-                    shared.value = callback_metrics(settings.callbacks, context, others | metrics)
+                    shared.value = dict[str, float]()
+                    for path in settings.callbacks:
+                        function = user_function(CALLBACKS, path)
+                        names = {*others, *metrics, *shared.value}
+                        shared.value |= checked_metrics(function, function(context), names)
             metrics |= shared.value
         if is_of_callback(checkpoint.best) and checkpoint.best not in metrics:
             raise ConfigError(
@@ -186,12 +185,9 @@ def _text_requests(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class HeldOutPrompt:
-    """The beginning of a held-out document, and its continuation. document: its number. source: the document's file
-    and line.
-    """
+    """The beginning of a held-out document, and its continuation. document: its number."""
 
     document: int
-    source: str
     prompt_N: np.ndarray
     reference_N: np.ndarray
 
@@ -220,8 +216,7 @@ def choose_prompts(documents: Documents, count: int, processor: MediaProcessor |
         cut = first if first > 1 else max(1, min(PROMPT_TOKENS, len(ids_N) // 2))
         if cut < end:
             cut = next((int(target) for target in targets if target >= end), end)
-        source = documents.sources[document]
-        prompts.append(HeldOutPrompt(document, source, ids_N[:cut].astype(np.int32), ids_N[cut:]))
+        prompts.append(HeldOutPrompt(document, ids_N[:cut].astype(np.int32), ids_N[cut:]))
     return prompts
 
 
@@ -241,24 +236,11 @@ class EvaluationContext:
     generate: Callable[[Sequence[str]], list[str]]
 
 
-def callback_metrics(
-    paths: Sequence[str], context: EvaluationContext, others: Mapping[str, float]
-) -> dict[str, float]:
-    """Call the user's functions in this process and return their metrics, named `eval/<name>`.
-
-    others: the other metrics of this evaluation, whose names a callback must not use. Raises UserFunctionError if a
-    callback raises an error or returns anything but a dict of names and finite numbers, and OverdueError if it does
-    not return after a signal.
-    """
-    metrics: dict[str, float] = {}
-    for path in paths:
-        function = user_function(CALLBACKS, path)
-        metrics |= checked_metrics(function, function(context), {*others, *metrics})
-    return metrics
-
-
 def checked_metrics(function: object, returned: Any, others: set[str]) -> dict[str, float]:
-    """Return a callback's metrics under their keys. Raises UserFunctionError (see `callback_metrics`)."""
+    """Return a callback's metrics under their keys, `eval/<name>`. others: the other metrics of this evaluation.
+
+    Raises UserFunctionError unless it has returned a dict of new names and finite numbers.
+    """
     if not isinstance(returned, Mapping):
         raise UserFunctionError(f"{function} gives {shown(returned)}: expected a dict of names and numbers")
     metrics: dict[str, float] = {}

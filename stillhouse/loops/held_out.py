@@ -142,11 +142,7 @@ def held_out_tokens(models: Models, data: Data, spec: ObjectiveSpec, step: int) 
 
 
 def _document(
-    data: Data,
-    documents: Documents,
-    document: int,
-    positions: list[int],
-    entries: dict[tuple[int, int], list[Any]],
+    data: Data, documents: Documents, document: int, positions: list[int], entries: dict[tuple[int, int], list[Any]]
 ) -> HeldOutDocument:
     def texts(pairs: Ranked) -> list[tuple[str, float]]:
         rounded = [(token, round(value, 6)) for token, value in pairs]

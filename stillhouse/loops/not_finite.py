@@ -4,7 +4,8 @@ The error names a term of the loss or a parameter, and the samples. All processe
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,6 @@ import numpy as np
 from stillhouse.data import PackedMicroBatches, PackedSequences
 from stillhouse.engine.engine import StepOutput
 from stillhouse.loops.session import Models
-from stillhouse.objective import ObjectiveOutput
 from stillhouse.parallel import ShardedMicroBatches, is_first
 
 #: an error names at most this many samples
@@ -20,12 +20,7 @@ _NAMED = 5
 
 
 def not_finite_error(
-    models: Models,
-    checkpoints: Path,
-    step: int,
-    micro_batches: ShardedMicroBatches,
-    output: StepOutput,
-    norm: float,
+    models: Models, checkpoints: Path, step: int, micro_batches: ShardedMicroBatches, output: StepOutput, norm: float
 ) -> ValueError:
     """Return an error that names the cause of a loss or gradient norm that is not finite. Weights are not changed.
 
@@ -34,7 +29,24 @@ def not_finite_error(
     """
     loss, packed = output.sums["loss"], micro_batches.all_ranks
     assert isinstance(packed, PackedMicroBatches)
-    findings = _losses(models, micro_batches, output.outputs) or _gradients(models, packed)
+    # the terms of the loss that are not finite, and the documents; processes without the last stage have no output
+    terms = [
+        (name, document)
+        for micro_batch, processed in zip(micro_batches, output.outputs, strict=bool(output.outputs))
+        for name, value_T in processed.per_token.items()
+        for document in set(micro_batch.document_T[~value_T.isfinite()].tolist())
+    ]
+    documents_by_name: dict[str, set[int]] = {}
+    for name, document in chain.from_iterable(models.ranks.gather(terms)):
+        documents_by_name.setdefault(name, set()).add(document)
+    sequences = packed.sequences
+    findings = [f"{name} on {_sources(models, sequences, numbers)}" for name, numbers in documents_by_name.items()]
+    if not findings:  # run each micro-batch again, and name the first parameter whose gradient is not finite
+        for number, rows in enumerate(packed.rows):
+            _run_again(models, sequences.micro_batches([rows]))
+            if bad := models.engine.gradients_not_finite():
+                samples = _sources(models, sequences, packed.documents_of(number))
+                findings.append(f"gradient of {bad[0]} (and {len(bad) - 1} more) on {samples}")
     models.engine.zero_grad()
     where = "; ".join(findings) or "in no single micro-batch: the sum over the micro-batches overflowed"
     what = "loss" if not math.isfinite(loss) else "gradient"
@@ -49,37 +61,6 @@ def not_finite_error(
         f"No weight was changed by this step. The usual remedies are a lower train.learning_rate{precision}, or to "
         f"remove these samples; {start}"
     )
-
-
-def _losses(models: Models, micro_batches: ShardedMicroBatches, outputs: Sequence[ObjectiveOutput]) -> list[str]:
-    """Name the terms of the loss that are not finite, and the samples on which they are not finite. outputs: one
-    output for each micro-batch; empty on processes without the last stage.
-    """
-    findings = [
-        (name, document)
-        for micro_batch, output in zip(micro_batches, outputs, strict=bool(outputs))
-        for name, value_T in output.per_token.items()
-        for document in set(micro_batch.document_T[~value_T.isfinite()].tolist())
-    ]
-    documents_by_name: dict[str, set[int]] = {}
-    for rank_findings in models.ranks.gather(findings):
-        for name, document in rank_findings:
-            documents_by_name.setdefault(name, set()).add(document)
-    assert isinstance(micro_batches.all_ranks, PackedMicroBatches)
-    sequences = micro_batches.all_ranks.sequences
-    return [f"{name} on {_sources(models, sequences, documents)}" for name, documents in documents_by_name.items()]
-
-
-def _gradients(models: Models, packed: PackedMicroBatches) -> list[str]:
-    """Run each micro-batch again; for each gradient that is not finite, name the first parameter and the samples."""
-    findings = []
-    for number, rows in enumerate(packed.rows):
-        _run_again(models, packed.sequences.micro_batches([rows]))
-        bad = models.engine.gradients_not_finite()
-        if bad:
-            where = _sources(models, packed.sequences, packed.documents_of(number))
-            findings.append(f"gradient of {bad[0]} (and {len(bad) - 1} more) on {where}")
-    return findings
 
 
 def _sources(models: Models, sequences: PackedSequences, documents: Iterable[int]) -> str:

@@ -6,7 +6,7 @@ student's tokens as it scores those of rollouts, so that the divergence is on th
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from stillhouse.parallel import Ranks, ShardedMicroBatches, is_first, watchdog
 from stillhouse.rollout import Completion, Sample, Samples, Sampling, TargetRules, step_documents
 from stillhouse.rollout.documents import StepPacker
 from stillhouse.rollout.engines import InJobEngine, JobEngine
+from stillhouse.rollout.plan import PromptSeeds
 from stillhouse.rollout.rollout import ERRORS
 from stillhouse.rollout.user_functions import CompletionCalls, warn
 from stillhouse.signals.signal_store import SignalWatch
@@ -98,8 +99,7 @@ class PromptEvaluation:
         } | turn_statistics(samples, [self._rollout])
         if session.models.teacher_configs:
             sums = session.models.engine.evaluate(self._scored(samples), divergence=reverse_kl())
-            temperatures = session.models.signal_temperatures
-            token_metrics = means(sums, session.loss.spec, mixes_temperatures=len(temperatures) > 1)
+            token_metrics = means(sums, session.loss.spec, session.models.signal_temperatures)
             metrics |= {
                 name: value for name, value in token_metrics.items() if name.partition("/")[0] == "reverse_kl"
             }
@@ -182,11 +182,7 @@ def held_out_prompts(models: Models, data: Data, plan: RolloutPlan | None, setti
     )
     with as_config_error("eval.prompts.data"):
         documents = load_documents(
-            settings.data,
-            data.tokenizer,
-            options,
-            processor=data.media_processor,
-            teachers=data.teacher_media,
+            settings.data, data.tokenizer, options, processor=data.media_processor, teachers=data.teacher_media
         )
     has_reply = rollout is not None and rollout.reply_role
     if rollout is not None and has_reply and not are_conversations(documents.records[0], data.tokenizer):
@@ -222,7 +218,7 @@ def completed(
                 processor = data.media_processor
                 calls = CompletionCalls([rollout], data.tokenizer, processor, [sampling], reward_key=reward_key)
                 stack.callback(calls.close)
-                plan, tokenizer = _PromptSeeds(seed), data.tokenizer
+                plan, tokenizer = PromptSeeds(seed), data.tokenizer
                 samples = Samples(prompts, plan, tokenizer, calls.sources, together=True, alive=require_no_signal)
                 stack.callback(samples.close)
                 samples.start([(number, number) for number in range(len(prompts))])
@@ -234,19 +230,3 @@ def completed(
                 samples.wait_until_dropped()
                 shared.value = [sample.as_json() for sample in finished]
         return finished if samples is not None else [Sample.from_json(values) for values in shared.value]
-
-
-@dataclass(frozen=True)
-class _PromptSeeds:
-    """One sample for each prompt, with the same seeds at each evaluation."""
-
-    seed: int
-
-    def source_of(self, sample: int) -> int:
-        return 0
-
-    def sample_seed(self, sample: int, turn: int) -> int:
-        if turn == 0:
-            return self.seed + sample
-        state = np.random.SeedSequence([self.seed, sample, turn]).generate_state(1, np.uint64)
-        return int(state[0] >> np.uint64(1))

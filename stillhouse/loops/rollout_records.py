@@ -18,14 +18,15 @@ import torch
 from stillhouse.config import RolloutConfig
 from stillhouse.config.reward_sum import part_names
 from stillhouse.data.media import shown_text
-from stillhouse.engine.engine import StepOutput
+from stillhouse.engine.engine import StepOutput, add_up
 from stillhouse.loops.rollout_warnings import RolloutWarnings
 from stillhouse.loops.session import Data, RolloutPlan
+from stillhouse.objective.metrics import POLICY_VERSION
 from stillhouse.objective.sampled_tokens import origin_masks
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.records import SampleRecord, SampleToken
 from stillhouse.parallel import Ranks, ShardedMicroBatches
-from stillhouse.rollout import POLICY_VERSION, PromptPlan, Sample, TargetRules, staleness
+from stillhouse.rollout import PromptPlan, Sample, TargetRules, staleness
 from stillhouse.rollout.reward import mean_and_deviation, rewards_are_equal
 from stillhouse.user_code.functions import REWARD
 
@@ -100,21 +101,16 @@ class RolloutMetrics:
         return metrics
 
     def _policy(self, step: SampledStep) -> dict[str, float]:
+        """Return staleness, ratios, and mean and largest difference of log-probabilities. `log_ratio_fresh` is the
+        mean over tokens of the current weights, and absent without such tokens. A collective of all processes.
+        """
         counts, sums = staleness(step.samples, step.number), step.output.sums
         metrics = {
             "rollout/staleness": sum(steps * count for steps, count in counts.items()) / sum(counts.values()),
             "rollout/staleness_max": float(max(counts)),
         }
-        if "log_ratio" in sums:
-            metrics |= self._log_ratios(step)
-            tokens = sums["sampled"] or 1.0
-            metrics |= {f"rollout/{name}": sums[name] / tokens for name in ("ratio", "clipped") if name in sums}
-        return metrics
-
-    def _log_ratios(self, step: SampledStep) -> dict[str, float]:
-        """Return mean and largest difference of log-probabilities, and the mean over tokens of the current weights.
-        The second mean is absent if there are no such tokens. A collective of all processes.
-        """
+        if "log_ratio" not in sums:
+            return metrics
         largest, total, count = 0.0, 0.0, 0
         for micro_batch, processed in zip(step.micro_batches, step.output.outputs, strict=False):
             ratio_T = processed.per_token["log_ratio"]
@@ -122,13 +118,12 @@ class RolloutMetrics:
             largest = float(np.max([largest, *ratio_T.tolist()]))
             total, count = total + float(ratio_T[is_fresh_T].sum()), count + int(is_fresh_T.sum())
         statistics_R3 = np.array(self._ranks.gather([largest, total, count]))
-        metrics = {
-            "rollout/log_ratio": step.output.sums["log_ratio"] / (step.output.sums["sampled"] or 1.0),
-            "rollout/log_ratio_max": float(statistics_R3[:, 0].max()),  # NaN stays NaN, unlike with max()
-        }
+        tokens = sums["sampled"] or 1.0
+        metrics["rollout/log_ratio"] = sums["log_ratio"] / tokens
+        metrics["rollout/log_ratio_max"] = float(statistics_R3[:, 0].max())  # NaN stays NaN, unlike with max()
         if statistics_R3[:, 2].sum():
             metrics["rollout/log_ratio_fresh"] = float(statistics_R3[:, 1].sum() / statistics_R3[:, 2].sum())
-        return metrics
+        return metrics | {f"rollout/{name}": sums[name] / tokens for name in ("ratio", "clipped") if name in sums}
 
     def _sums_by_source(self, step: SampledStep) -> list[dict[str, float]]:
         """For each source, the sum of each term's values over its target tokens, and the numbers of these tokens,
@@ -154,12 +149,7 @@ class RolloutMetrics:
                 source_sums = torch.bincount(source_R, weights=value_R, minlength=len(sums)).tolist()
                 for source, value in zip(sums, source_sums, strict=True):
                     source[name] = source.get(name, 0.0) + value
-        totals = [dict[str, float]() for _ in plan.sources]
-        for rank_sums in self._ranks.gather(sums):
-            for total, source in zip(totals, rank_sums, strict=True):
-                for name, value in source.items():
-                    total[name] = total.get(name, 0.0) + value
-        return totals
+        return [add_up(source_sums) for source_sums in zip(*self._ranks.gather(sums), strict=True)]
 
     def _source_means(self, sums: dict[str, float]) -> dict[str, float]:
         """Return the means of the terms of one source over its target tokens, of teachers and origins together.
@@ -186,8 +176,25 @@ def shown_samples(ranks: Ranks, data: Data, plan: RolloutPlan, step: SampledStep
     """Return the samples of a step that samples.jsonl shows (`rollout.samples`). A collective of all processes."""
     most = len(step.samples) if plan.config.samples == "all" else plan.config.samples
     numbers = shown_numbers(step.samples, plan.prompts, step.number, most)
-    divergences = _divergences(ranks, numbers, step)
-    return [sample_record(data, plan, step.number, step.samples[number], divergences[number]) for number in numbers]
+    rows_here: list[tuple[int, int, float]] = []
+    for micro_batch, processed in zip(step.micro_batches, step.output.outputs, strict=False):
+        per_token = processed.per_token.items()
+        divergences = [value_T for name, value_T in per_token if not name.startswith(_NO_DIVERGENCES)]
+        if not divergences:
+            continue
+        documents_T = micro_batch.document_T
+        is_shown_T = torch.isin(documents_T, torch.tensor(numbers, device=documents_T.device))
+        is_shown_T &= micro_batch.weights_T > 0
+        rows = is_shown_T.nonzero()[:, 0]
+        documents = documents_T[rows].tolist()
+        positions = (micro_batch.position_ids_BS.flatten()[rows] + 1).tolist()
+        rows_here += zip(documents, positions, torch.stack(divergences).sum(0)[rows].tolist(), strict=True)
+    # by document, the sum of the divergences by the position of the token that their row predicts
+    by_document: dict[int, dict[int, float]] = {number: {} for number in numbers}
+    for rows_of_rank in ranks.gather(rows_here):
+        for document, position, value in rows_of_rank:
+            by_document[document][position] = value
+    return [sample_record(data, plan, step.number, step.samples[number], by_document[number]) for number in numbers]
 
 
 def shown_numbers(samples: Sequence[Sample], plan: PromptPlan, step: int, most: int) -> list[int]:
@@ -208,34 +215,10 @@ def shown_numbers(samples: Sequence[Sample], plan: PromptPlan, step: int, most: 
     return sorted(numbers)
 
 
-def _divergences(ranks: Ranks, numbers: list[int], step: SampledStep) -> dict[int, dict[int, float]]:
-    """Return {document: {position of a token: sum of the divergences at the row that predicts this token}}. numbers:
-    the numbers of the documents in the step, as in `step_documents`.
-    """
-    rows_here: list[tuple[int, int, float]] = []
-    for micro_batch, processed in zip(step.micro_batches, step.output.outputs, strict=False):
-        per_token = processed.per_token.items()
-        divergences = [value_T for name, value_T in per_token if not name.startswith(_NO_DIVERGENCES)]
-        if not divergences:
-            continue
-        documents_T = micro_batch.document_T
-        is_shown_T = torch.isin(documents_T, torch.tensor(numbers, device=documents_T.device))
-        is_shown_T &= micro_batch.weights_T > 0
-        rows = is_shown_T.nonzero()[:, 0]
-        documents = documents_T[rows].tolist()
-        positions = (micro_batch.position_ids_BS.flatten()[rows] + 1).tolist()
-        rows_here += zip(documents, positions, torch.stack(divergences).sum(0)[rows].tolist(), strict=True)
-    by_document: dict[int, dict[int, float]] = {number: {} for number in numbers}
-    for rows_of_rank in ranks.gather(rows_here):
-        for document, position, value in rows_of_rank:
-            by_document[document][position] = value
-    return by_document
-
-
 def sample_record(
     data: Data, plan: RolloutPlan, step: int, sample: Sample, divergences: Mapping[int, float] = MappingProxyType({})
 ) -> SampleRecord:
-    """Return the record of a sample, as samples.jsonl has it. divergences: by position, see `_divergences`."""
+    """Return the record of a sample, as samples.jsonl has it. divergences: by position (see `shown_samples`)."""
     source = plan.prompts.source_of(sample.number)
     completion, tokenizer = sample.completion, data.tokenizer
     prompt_ids = data.train.documents.tokens(sample.prompt)

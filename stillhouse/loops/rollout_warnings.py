@@ -40,10 +40,36 @@ class RolloutWarnings:
 
     def watch(self, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
         """Warn about the samples of a step, if there is a reason. metrics: those of the step."""
-        self._watch_length(metrics)
-        self._watch_ends(samples)
+        length, cut = metrics["rollout/completion_tokens"], metrics["rollout/truncated"]
+        if len(self._first) < FIRST_STEPS:
+            self._first.append((length, cut))
+        usual, usually_cut = (statistics.fmean(values) for values in zip(*self._first, strict=True))
+        many = known_metric("rollout/truncated").warn_above
+        if cut > many and (length > LONGER * usual or cut > usually_cut + MORE_CUT):
+            self._warn(
+                "length",
+                f"completions have {length:.0f} tokens on average, {usual:.0f} in the first steps, and "
+                f"{cut:.0%} of them are cut at rollout.max_new_tokens: the student does "
+                "not stop any more. rollout.truncated=mask keeps it from learning from cut completions",
+            )
+        has_end = any(sample.completion.finish != "length" for sample in samples)
+        self._cut_steps = 0 if has_end else self._cut_steps + 1
+        self._cut_samples = 0 if has_end else self._cut_samples + len(samples)
+        if self._cut_steps == SILENT_STEPS:
+            self._warn(
+                "ends",
+                f"all {self._cut_samples:,} completions of the last {SILENT_STEPS} steps are cut at "
+                "rollout.max_new_tokens: expected a larger one, or a student that ends its completions",
+            )
         self._watch_replies(samples)
-        self._watch_rewards(metrics)
+        self._equal_steps = self._equal_steps + 1 if metrics.get("rollout/equal_rewards") == 1 else 0
+        if self._equal_steps == SILENT_STEPS:
+            self._warn(
+                "rewards",
+                f"in the last {SILENT_STEPS} steps, all completions of a prompt had the same reward, on average "
+                f"{metrics['rollout/reward']:.4g} in the last step, so policy_gradient has no signal: expected a "
+                "reward that differs between completions of a prompt",
+            )
         self._watch_ratios(metrics)
 
     def watch_calls(self, times: Mapping[str, tuple[int, float]], seconds: float) -> None:
@@ -61,45 +87,6 @@ class RolloutWarnings:
                 f"{seconds:.3g} s of a step: rollout.workers makes many calls at once, with the same results",
             )
 
-    def _watch_length(self, metrics: Mapping[str, float]) -> None:
-        length, cut = metrics["rollout/completion_tokens"], metrics["rollout/truncated"]
-        if len(self._first) < FIRST_STEPS:
-            self._first.append((length, cut))
-        usual, usually_cut = (statistics.fmean(values) for values in zip(*self._first, strict=True))
-        many = known_metric("rollout/truncated").warn_above
-        if cut > many and (length > LONGER * usual or cut > usually_cut + MORE_CUT):
-            self._warn(
-                "length",
-                f"completions have {length:.0f} tokens on average, {usual:.0f} in the first steps, and "
-                f"{cut:.0%} of them are cut at rollout.max_new_tokens: the student does "
-                "not stop any more. rollout.truncated=mask keeps it from learning from cut completions",
-            )
-
-    def _watch_ends(self, samples: Sequence[Sample]) -> None:
-        if any(sample.completion.finish != "length" for sample in samples):
-            self._cut_steps = self._cut_samples = 0
-            return
-        self._cut_steps, self._cut_samples = self._cut_steps + 1, self._cut_samples + len(samples)
-        if self._cut_steps == SILENT_STEPS:
-            self._warn(
-                "ends",
-                f"all {self._cut_samples:,} completions of the last {SILENT_STEPS} steps are cut at "
-                "rollout.max_new_tokens: expected a larger one, or a student that ends its completions",
-            )
-
-    def _watch_rewards(self, metrics: Mapping[str, float]) -> None:
-        if metrics.get("rollout/equal_rewards") != 1:
-            self._equal_steps = 0
-            return
-        self._equal_steps += 1
-        if self._equal_steps == SILENT_STEPS:
-            self._warn(
-                "rewards",
-                f"in the last {SILENT_STEPS} steps, all completions of a prompt had the same reward, on average "
-                f"{metrics['rollout/reward']:.4g} in the last step, so policy_gradient has no signal: expected a "
-                "reward that differs between completions of a prompt",
-            )
-
     def _watch_replies(self, samples: Sequence[Sample]) -> None:
         with_rollouts = [(sample, self._rollouts[self._plan.source_of(sample.number)]) for sample in samples]
         with_turns = [sample for sample, rollout in with_rollouts if rollout.has_turns]
@@ -109,20 +96,19 @@ class RolloutWarnings:
         self._replied += sum(not sample.is_generated_N.all() or sample.tool_calls > 0 for sample in with_turns)
         if self._steps != SILENT_STEPS or self._replied:
             return
-        none = f"none of the {self._count:,} completions of the last {SILENT_STEPS} steps has"
         if any(rollout.tool_paths for _, rollout in with_rollouts):
-            self._warn(
-                "replies",
-                f"{none} called one of rollout.tools ({self._cut:,} of them are cut at rollout.max_new_tokens): the "
-                "student does not write calls in the format of its chat template, or the prompts need none",
+            reason = (
+                f"called one of rollout.tools ({self._cut:,} of them are cut at rollout.max_new_tokens): the student "
+                "does not write calls in the format of its chat template, or the prompts need none"
             )
         else:
-            self._warn(
-                "replies",
-                f"{none} had a reply of rollout.environment: it is not called after a completion that is cut at "
+            reason = (
+                "had a reply of rollout.environment: it is not called after a completion that is cut at "
                 f"rollout.max_new_tokens ({self._cut:,} of them) and after the last of rollout.max_turns, and has "
-                "returned None otherwise",
+                "returned None otherwise"
             )
+        none = f"none of the {self._count:,} completions of the last {SILENT_STEPS} steps has"
+        self._warn("replies", f"{none} {reason}")
 
     def _watch_ratios(self, metrics: Mapping[str, float]) -> None:
         fresh, ratio = metrics.get("rollout/log_ratio_fresh", 0.0), metrics.get("rollout/log_ratio", 0.0)

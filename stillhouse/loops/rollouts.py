@@ -149,58 +149,44 @@ def open_servers(session: Session, run: str = "") -> RemoteEngine | None:
     """
     models, data, plan = session.models, session.data, session.rollout
     assert plan is not None
-    rows, counted = models.student.vocabulary_rows, counted_rows(models, session.loss.spec)
+    rollout, student, prompts = plan.config, models.student, data.train.documents
+    rows, counted = student.vocabulary_rows, counted_rows(models, session.loss.spec)
     if counted < rows:
         warn(
             f"a server's log-probabilities are over all {rows:,} rows of the student's head, and training's "
             f"over the {counted:,} that the teacher has, too: rollout/log_ratio has the difference"
         )
-    vocabulary, own_samplings = min(rows, _known_ids(data.tokenizer)), samplings(models, data.tokenizer, plan.configs)
+    sampling, *others = samplings(models, data.tokenizer, plan.configs)
     with models.ranks.all_raise(ConfigError):
         if not is_first():
             return None
-        timeout = session.schedule.train_config.timeout
         try:
-            return _connected(models.student, data, plan.config, own_samplings, run, vocabulary, timeout)
+            engine: RemoteEngine = server_kinds()[rollout.engine].open_engine(
+                rollout.urls,
+                sampling,
+                # with an adapter, a server gets only the adapter and keeps its own base model
+                is_tied=student.tied and rollout.writer == "student" and student.lora is None,
+                vocabulary=min(rows, _known_ids(data.tokenizer)),
+                timeout=rollout.timeout,
+                update_timeout=session.schedule.train_config.timeout,
+                warn=warn,
+                keep_weights=rollout.writer == "teacher",
+                probes=[
+                    GenerationRequest(number, prompts.tokens(number), 0, media=prompts.media_of(number))
+                    for number in probe_prompts(prompts)
+                ],
+                run=run,
+                processor=data.media_processor,
+                image_prompts=prompts if prompts.has_media else None,
+                other_samplings=others,
+                token=server_token("rollout.token_variable", rollout.token_variable),
+            )
+            if rollout.writer == "teacher":
+                ids_N = np.concatenate([prompts.tokens(number) for number in range(min(len(prompts), _PROBES))])
+                engine.require_tokenizer(data.tokenizer, data.tokenizer.decode(ids_N, skip_special_tokens=True))
+            return engine
         except (ValueError, ServerError) as error:
             raise ConfigError("rollout.url", str(error)) from error
-
-
-def _connected(
-    student: Decoder,
-    data: Data,
-    rollout: RolloutConfig,
-    samplings: Sequence[Sampling],
-    run: str,
-    vocabulary: int,
-    update_timeout: float,
-) -> RemoteEngine:
-    prompts, (sampling, *others) = data.train.documents, samplings
-    # with an adapter, a server gets only the adapter and keeps its own base model
-    takes_models = rollout.writer == "student" and student.lora is None
-    engine: RemoteEngine = server_kinds()[rollout.engine].open_engine(
-        rollout.urls,
-        sampling,
-        is_tied=student.tied and takes_models,
-        vocabulary=vocabulary,
-        timeout=rollout.timeout,
-        update_timeout=update_timeout,
-        warn=warn,
-        keep_weights=rollout.writer == "teacher",
-        probes=[
-            GenerationRequest(number, prompts.tokens(number), 0, media=prompts.media_of(number))
-            for number in probe_prompts(prompts)
-        ],
-        run=run,
-        processor=data.media_processor,
-        image_prompts=prompts if prompts.has_media else None,
-        other_samplings=others,
-        token=server_token("rollout.token_variable", rollout.token_variable),
-    )
-    if rollout.writer == "teacher":
-        ids_N = np.concatenate([prompts.tokens(number) for number in range(min(len(prompts), _PROBES))])
-        engine.require_tokenizer(data.tokenizer, data.tokenizer.decode(ids_N, skip_special_tokens=True))
-    return engine
 
 
 def samplings(

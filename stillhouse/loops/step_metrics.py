@@ -42,7 +42,7 @@ def step_metrics(sums: Mapping[str, float], objective: ObjectiveSpec, parts: Seq
     keys = _STEP_KEYS | {name: term.metric for part in parts for name, term in part.terms.items()}
     temperatures = {share.temperature or objective.temperature for share in objective.teachers.values()}
     for depth, sums_of_depth in split_by_depth(sums).items():
-        for name, mean in means(sums_of_depth, objective, mixes_temperatures=len(temperatures) > 1).items():
+        for name, mean in means(sums_of_depth, objective, temperatures).items():
             kind, slash, teacher = name.partition("/")
             if kind.partition("#")[0] in _OF_SAMPLED_TOKENS:
                 continue
@@ -56,7 +56,7 @@ def evaluation_metrics(
 ) -> dict[str, float]:
     """Return the metrics of some held-out documents. temperatures: the temperatures of the teachers' signals."""
     sums_by_depth = split_by_depth(sums)
-    averages = means(sums_by_depth[0], objective, mixes_temperatures=len(temperatures) > 1)
+    averages = means(sums_by_depth[0], objective, temperatures)
     metrics: dict[str, float] = {}
     for suffix in ("", *(f"/{teacher}" for teacher in objective.teachers)):
         if f"continuation{suffix}" in averages:  # the forward KL of spans at the rows of their later tokens
@@ -74,14 +74,14 @@ def evaluation_metrics(
     return metrics | {"eval/tokens": sums["tokens"]}
 
 
-def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperatures: bool) -> dict[str, float]:
+def means(sums: Mapping[str, float], objective: ObjectiveSpec, temperatures: Collection[float]) -> dict[str, float]:
     """Return the means per target token, under the objective's names of the metrics.
 
     With several teachers, `<name>/<teacher>` is the metric of one teacher, per token that this teacher scores.
     `<name>` is the mean over the teachers that report it: with the teachers' weights or, if each token is routed to
-    one teacher, over tokens.
-    mixes_temperatures: whether the teachers have different temperatures, so that entropies have no common mean.
+    one teacher, over tokens. temperatures: those of the teachers; if they differ, entropies have no common mean.
     """
+    mixes_temperatures = len(temperatures) > 1
     averages, teacher_means, weights = dict[str, float](), dict[str, float](), dict[str, float]()
     for name, value in sums.items():
         kind, _, teacher = name.partition("/")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from stillhouse.checkpoint.checkpoint_folder import ROLLOUTS, IntactCheckpoint, prune
-from stillhouse.checkpoint.resume import RunIdentity
 from stillhouse.checkpoint.save import load_checkpoint, read_queue, require_room, save_checkpoint
 from stillhouse.config import ConfigError
 from stillhouse.engine.engine import StepOutput
@@ -17,7 +16,7 @@ from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluati
 from stillhouse.loops.held_out import held_out_metrics
 from stillhouse.loops.not_finite import not_finite_error
 from stillhouse.loops.prompt_evaluation import PROMPTS
-from stillhouse.loops.session import Models, RolloutPlan, Session
+from stillhouse.loops.session import RolloutPlan, Session
 from stillhouse.loops.step_metrics import step_metrics
 from stillhouse.models import NotFiniteError
 from stillhouse.objective.metrics import CHUNK_TOKENS
@@ -204,10 +203,7 @@ def no_targets_in_words(rollout: RolloutPlan | None) -> str:
 
 @contextmanager
 def training(
-    session: Session,
-    folder: RunFolder,
-    checkpoint: IntactCheckpoint | None = None,
-    queue: RolloutQueue | None = None,
+    session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None, queue: RolloutQueue | None = None
 ) -> Iterator[Training]:
     """Yield a run that is ready for its remaining steps; the checkpoint, if there is one, has been loaded.
 
@@ -219,8 +215,7 @@ def training(
         if is_first():
             sections = ((), None) if rollout is None else (rollout.configs, rollout.config)
             functions = FunctionStates(loaded_functions(schedule.eval_config, *sections))
-    arguments = folder, checkpoint, queue, functions
-    progress = _progress(models, session.identity, schedule.steps, *arguments, on_policy=rollout is not None)
+    progress = _progress(session, folder, checkpoint, queue, functions)
     if progress.step < schedule.steps:
         require_room(folder.checkpoints, models.engine)  # otherwise all steps could be trained and lost
     with ExitStack() as stack:
@@ -228,8 +223,8 @@ def training(
         # the first evaluation, or an evaluation that was interrupted
         is_due = schedule.evaluates_after(progress.step) and not progress.metrics
         greedy = stack.enter_context(greedy_evaluation(session, folder, progress.step - is_due))
-        if greedy is not None:
-            hashes = greedy.prompt_hashes
+        if greedy is not None and greedy.prompts is not None:
+            hashes = greedy.prompts.hashes
             if any(progress.data.get(name, digest) != digest for name, digest in hashes.items()):
                 raise ValueError(
                     "eval.prompts.data: the prompts have changed since the run's last checkpoint, so that its "
@@ -246,25 +241,28 @@ def training(
 
 
 def _progress(
-    models: Models,
-    identity: RunIdentity,
-    steps: int,
+    session: Session,
     folder: RunFolder,
     checkpoint: IntactCheckpoint | None,
     queue: RolloutQueue | None,
     functions: FunctionStates | None,
-    *,
-    on_policy: bool,
 ) -> Progress:
     """Load the checkpoint, if there is one, and return the run's progress at its start."""
-    progress = Progress()
+    progress, ranks, identity, steps = Progress(), session.models.ranks, session.identity, session.schedule.steps
     if checkpoint is not None:
-        progress = load_checkpoint(checkpoint, models.engine)
+        progress = load_checkpoint(checkpoint, session.models.engine)
         if folder.owns(checkpoint.path):
-            if on_policy:
-                with models.ranks.all_raise(DamagedCheckpointError):
-                    _restore_queue(queue, checkpoint, progress.step)
-            with models.ranks.all_raise(UserFunctionError):
+            if session.rollout is not None:
+                with ranks.all_raise(DamagedCheckpointError):
+                    try:
+                        if queue is not None:  # only rank 0 has it
+                            queue.restore(read_queue(checkpoint), progress.step)
+                    except ValueError as error:
+                        raise DamagedCheckpointError(
+                            f"{checkpoint.path / ROLLOUTS} is not what this run has written: {error}; restore it, or "
+                            f"remove {checkpoint.path}, so that the run continues from the checkpoint before it"
+                        ) from error
+            with ranks.all_raise(UserFunctionError):
                 if functions is not None:
                     functions.load(progress.functions, progress.sources, warn)
         if progress.step > steps:
@@ -277,18 +275,6 @@ def _progress(
     prompts = {name: digest for name, digest in progress.data.items() if name.startswith(PROMPTS)}
     data = identity.data | prompts
     return replace(progress, data=data, models=identity.models, configuration=identity.configuration)
-
-
-def _restore_queue(queue: RolloutQueue | None, checkpoint: IntactCheckpoint, step: int) -> None:
-    """Raises DamagedCheckpointError if it cannot be this run's queue at this step. Only rank 0 has a queue."""
-    try:
-        if queue is not None:
-            queue.restore(read_queue(checkpoint), step)
-    except ValueError as error:
-        raise DamagedCheckpointError(
-            f"{checkpoint.path / ROLLOUTS} is not what this run has written: {error}; restore it, or remove "
-            f"{checkpoint.path}, so that the run continues from the checkpoint before it"
-        ) from error
 
 
 @contextmanager

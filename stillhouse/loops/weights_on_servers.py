@@ -90,7 +90,15 @@ class WeightsOnServers:
         models, prompts = self._models, self._data.train.documents
         with errors_of_signals(), models.ranks.shared(*ERRORS) as shared:
             if self._engine is not None:
-                self._update_servers(version, self._engine)
+                # it may take minutes; a signal ends the wait, but not the thread
+                threads, require_no_signal = ThreadPoolExecutor(1), ServerWatch()
+                try:
+                    update = threads.submit(self._engine.update_weights, version, self._published)
+                    while not wait([update], SECONDS_BETWEEN_LOOKS).done:
+                        require_no_signal()
+                    update.result()
+                finally:
+                    threads.shutdown(wait=False)
                 probed = self._engine.weights.probed.items()
                 shared.value = {url: [one.as_json() for one in completions] for url, completions in probed}
         urls, numbers = list(shared.value), probe_prompts(prompts)
@@ -142,17 +150,6 @@ class WeightsOnServers:
                     "is given, loads all of it, and computes the same model"
                 )
         return rounding
-
-    def _update_servers(self, version: int, engine: RemoteEngine) -> None:
-        """On rank 0: give servers new weights, which may take minutes. A signal ends the wait, but not the thread."""
-        threads, require_no_signal = ThreadPoolExecutor(1), ServerWatch()
-        try:
-            update = threads.submit(engine.update_weights, version, self._published)
-            while not wait([update], SECONDS_BETWEEN_LOOKS).done:
-                require_no_signal()
-            update.result()
-        finally:
-            threads.shutdown(wait=False)
 
 
 class ServerWatch(SignalWatch):

@@ -29,7 +29,7 @@ from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
 from stillhouse.models.lm_head import Head
-from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, SAMPLING
+from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, POLICY_VERSION, SAMPLING
 from stillhouse.parallel import (
     Layout,
     Mesh,
@@ -46,7 +46,6 @@ from stillhouse.parallel.sharded_loading import allocate
 from stillhouse.parallel.stages import cost_of
 from stillhouse.plan.device_counts import DeviceCounts, StepCounts
 from stillhouse.plan.fake_cuda import FakeCudaMode, fake_cuda
-from stillhouse.rollout.documents import POLICY_VERSION
 from stillhouse.run.models import ModelSources
 from stillhouse.run.setup import RunSetup, configured_layout, with_precision
 from stillhouse.signals import RequestedSteps, SignalSource, SignalStore, StoredTeacher

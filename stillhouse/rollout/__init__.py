@@ -1,13 +1,12 @@
 """Rollouts: completions that a model generates, from an engine in this process or from servers, and their rewards."""
 
-from stillhouse.rollout.documents import POLICY_VERSION, TargetRules, step_documents
+from stillhouse.rollout.documents import TargetRules, step_documents
 from stillhouse.rollout.plan import PromptPlan, PromptSource
-from stillhouse.rollout.queue import QueueState, RolloutQueue, require_versions, staleness
+from stillhouse.rollout.queue import QueueState, RolloutQueue, staleness
 from stillhouse.rollout.records import Completion, GenerationRequest, Sample, Sampling
 from stillhouse.rollout.samples import Samples, SourceSettings
 
 __all__ = [
-    "POLICY_VERSION",
     "Completion",
     "GenerationRequest",
     "PromptPlan",
@@ -19,7 +18,6 @@ __all__ = [
     "Sampling",
     "SourceSettings",
     "TargetRules",
-    "require_versions",
     "staleness",
     "step_documents",
 ]

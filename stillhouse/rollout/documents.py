@@ -25,8 +25,8 @@ class TargetRules:
     mask_truncated: whether completions that were cut at max_new_tokens have no targets.
     position_decay: token n of a completion (from 0) has the weight position_decay ** n.
     by_student: whether the student generated the samples; otherwise a teacher did.
-    temperature_numbers: for each source of prompts, the number of its sampling temperature (see `SAMPLING`), which
-        the documents have unless all are equal.
+    temperature_numbers: for each source of prompts, the number of its sampling temperature (see `SAMPLING`); empty
+        if all are equal.
     """
 
     mask_truncated: bool = False
@@ -38,16 +38,13 @@ class TargetRules:
     def of(cls, rollouts: Sequence[RolloutConfig]) -> Self:
         """rollouts: the section rollout for each source of prompts."""
         rollout, temperatures = rollouts[0], sampling_temperatures(rollouts)
+        numbers = [temperatures.index(source.temperature) for source in rollouts]
         return cls(
             mask_truncated=rollout.truncated == "mask",
             position_decay=rollout.position_decay,
             by_student=rollout.writer == "student",
-            temperature_numbers=[temperatures.index(source.temperature) for source in rollouts],
+            temperature_numbers=numbers if len(temperatures) > 1 else (),
         )
-
-    @property
-    def has_several_temperatures(self) -> bool:
-        return len(set(self.temperature_numbers)) > 1
 
     def is_target_N(self, sample: Sample) -> np.ndarray:
         """Whether the student is trained on a token of the completion, [N] bool."""
@@ -68,7 +65,15 @@ def step_documents(
     parts = [_sample_documents(prompts, samples, rules)] if samples else []
     if len(from_dataset):
         assert dataset is not None
-        parts.append(_dataset_documents(dataset.select(from_dataset), rules))
+        documents, weights = dataset.select(from_dataset), list[np.ndarray]()
+        for number in range(len(documents)):
+            targets = documents.targets(number)
+            place_N = np.cumsum(targets) - 1  # the position among the document's targets
+            weights.append(_position_weights(int(targets.sum()) or 1, rules)[np.maximum(place_N, 0)])
+        zeros_N = np.zeros(len(documents.tokens_N), dtype=np.float32)
+        per_token = {ADVANTAGES: zeros_N, OLD_LOG_PROBS: zeros_N, IS_SAMPLED: zeros_N, POLICY_VERSION: zeros_N - 1}
+        per_token |= {SAMPLING: zeros_N} if rules.temperature_numbers else {}
+        parts.append(replace(documents, per_token=per_token, weights_N=np.concatenate(weights)))
     return parts[0] if len(parts) == 1 else Documents.concatenated(parts, DataReport("a step's rollouts"))
 
 
@@ -94,7 +99,7 @@ def _sample_documents(prompts: Documents, samples: Sequence[Sample], rules: Targ
         # tokens of an environment have the version −1, too
         POLICY_VERSION: column_N(-1, lambda sample: sample.completion.versions_N),
     }
-    if rules.has_several_temperatures:
+    if rules.temperature_numbers:
         assert selected.set_D is not None
         numbers_D = np.array(rules.temperature_numbers, dtype=np.float32)[selected.set_D]
         per_token[SAMPLING] = np.repeat(numbers_D, lengths)
@@ -108,19 +113,6 @@ def _sample_documents(prompts: Documents, samples: Sequence[Sample], rules: Targ
         per_token=per_token,
         weights_N=column_N(0, lambda sample: _position_weights(len(sample.completion.ids_N), rules)),
     )
-
-
-def _dataset_documents(documents: Documents, rules: TargetRules) -> Documents:
-    weights = []
-    for number in range(len(documents)):
-        targets = documents.targets(number)
-        place_N = np.cumsum(targets) - 1  # the position among the document's targets
-        weights.append(_position_weights(int(targets.sum()) or 1, rules)[np.maximum(place_N, 0)])
-    weights_N = np.concatenate(weights)
-    zeros_N = np.zeros(len(documents.tokens_N), dtype=np.float32)
-    per_token = {ADVANTAGES: zeros_N, OLD_LOG_PROBS: zeros_N, IS_SAMPLED: zeros_N, POLICY_VERSION: zeros_N - 1}
-    per_token |= {SAMPLING: zeros_N} if rules.has_several_temperatures else {}
-    return replace(documents, per_token=per_token, weights_N=weights_N)
 
 
 def _position_weights(count: int, rules: TargetRules) -> np.ndarray:

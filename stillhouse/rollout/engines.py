@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
@@ -129,15 +128,15 @@ class InJobEngine:
         inbox: of the first rank; gets all completions, each as soon as it has ended if the inbox `is_early`.
         box: of the other ranks' messages about completions that have ended; see `EarlyMessages`.
         """
-        early: Receiver | None = inbox if inbox is not None and inbox.is_early else None
+        early: Receiver | None = inbox.put if inbox is not None and inbox.is_early else None
         if self._is_alone:
             completions = self.generator.generate(requests, self.version, early)
         else:
             self.generator.check(requests)
             batches = self._ranks.share(self.generator.batches(requests, least=self._ranks.size))
-            receiver = early if box is None or early is not None else _FirstRank(self._messages, box)
+            receiver = early if box is None or early is not None else partial(self._send, box)
             others = len(requests) - sum(map(len, batches))
-            receives = None if box is None or early is None else self._messages.received(box, others, early.put)
+            receives = None if box is None or early is None else self._messages.received(box, others, early)
             with receives or nullcontext(), self._ranks.all_raise(ValueError) as pairs:
                 for batch in batches:
                     completions = self.generator.batch([requests[at] for at in batch], self.version, early=receiver)
@@ -155,20 +154,13 @@ class InJobEngine:
             self._copy.refresh()
         self.version = version
 
+    def _send(self, box: str, content: tuple[int, Completion]) -> None:
+        """Send a completion to the first rank while the other ranks still generate."""
+        self._messages.send(box, [content[0], content[1].as_json()])
+
     @cached_property
     def _messages(self) -> EarlyMessages:
         return EarlyMessages()
-
-
-@dataclass(frozen=True)
-class _FirstRank:
-    """Sends completions to the first rank while the other ranks still generate."""
-
-    messages: EarlyMessages
-    box: str
-
-    def put(self, content: tuple[int, Completion]) -> None:
-        self.messages.send(self.box, [content[0], content[1].as_json()])
 
 
 class StudentCopy:
@@ -199,21 +191,22 @@ class StudentCopy:
         self._owners = {name: owners[name] for name in wanted}
         self._trained = {name for names in self.mesh.ranks.gather(trained) for name in names}
         self.decoder.requires_grad_(False)
-        self._copy(self._owners)
+        self.refresh(with_frozen=True)
         with self.mesh.ranks.all_raise(ProofError):
             prove_decoder(self.decoder)
 
-    def refresh(self) -> None:
-        """Copy the student's trained weights, one tensor at a time; all ranks must call this. Frozen ones stay."""
-        self._copy({name: owner for name, owner in self._owners.items() if name in self._trained})
-
     @torch.no_grad()
-    def _copy(self, owners: dict[str, int]) -> None:
+    def refresh(self, *, with_frozen: bool = False) -> None:
+        """Copy the student's trained weights, one tensor at a time; all ranks must call this. with_frozen: copy the
+        frozen ones, too.
+        """
         held = self._student.stage_weights()
         here = self.mesh.weights.get_local_rank("pipeline")
         group = self.mesh.weights.get_group("pipeline")
         weights = self.decoder.state_dict()
-        for name, owner in owners.items():
+        for name, owner in self._owners.items():
+            if not with_frozen and name not in self._trained:
+                continue
             value = held[name].gather().contiguous() if owner == here else torch.empty_like(weights[name])
             if group.size() > 1:
                 dist.broadcast(value, group=group, group_src=owner)

@@ -130,7 +130,7 @@ class Generator:
         def on_end(rows: Sequence[int]) -> None:
             assert early is not None
             for row, completion in zip(rows, self._completions(sampler, end, version, rows), strict=True):
-                early.put((requests[row].number, completion))
+                early((requests[row].number, completion))
 
         width = max(len(request.prompt_ids) for request in requests)
         limits = [self._limit(request) for request in requests]
@@ -147,7 +147,8 @@ class Generator:
                 raise ValueError(
                     f"prompts with {MEDIA} need the model's processor: expected Generator(..., processor=...)"
                 )
-            media = _on_device(self._processor.prompt_arguments(self.decoder, requests, width), self.device)
+            arguments = self._processor.prompt_arguments(self.decoder, requests, width)
+            media = {name: value.to(self.device) for name, value in arguments.items()}
         listener = None if early is None else on_end
         end = EndOfCompletion(sampling, limits, width, self._tokenizer, self.device, listener)
         with errors:
@@ -266,7 +267,8 @@ def check_generation(decoder: Decoder, device: torch.device, processor: MediaPro
             if reader is not None:
                 types = reader.token_types(ids_N).items()
                 inputs = {name: torch.from_numpy(types_N)[None].to(device) for name, types_N in types}
-                inputs[MEDIA_ARGUMENT] = _on_device(reader.read_files(request.media, prompt).tensors, device)
+                tensors = reader.read_files(request.media, prompt).tensors
+                inputs[MEDIA_ARGUMENT] = {name: value.to(device) for name, value in tensors.items()}
             with evaluating(decoder):
                 logits_SV = decoder(ids[None], **inputs)[0, len(prompt) - 1 : -1]
             expected = logits_SV.float().log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].cpu().numpy()
@@ -277,10 +279,6 @@ def check_generation(decoder: Decoder, device: torch.device, processor: MediaPro
                     "those of its forward pass: expected a model that supports a cache and padding on the left; "
                     "let a server write the completions (rollout.engine)"
                 )
-
-
-def _on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: value.to(device) for name, value in tensors.items()}
 
 
 @contextmanager

@@ -112,9 +112,7 @@ class PromptPlan:
         group, place = divmod(sample, self.numbers_per_group)
         _, source, number, _ = self.group(group)
         source_number = number * self.sources[source].samples_per_prompt + place
-        entropy = [self.seed, source_number, turn] + ([source] if source else [])
-        state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
-        return int(state[0] >> np.uint64(1))
+        return _random_seed([self.seed, source_number, turn] + ([source] if source else []))
 
     def _plan(self, step: int) -> None:
         """Plan all steps up to this one."""
@@ -183,6 +181,24 @@ class PromptDraw:
             self._drawn.append((best, self._counts[best]))
             self._counts[best] += 1
         return self._drawn[number]
+
+
+@dataclass(frozen=True)
+class PromptSeeds:
+    """In place of a `PromptPlan`: one sample for each prompt, with the same seeds at each evaluation."""
+
+    seed: int
+
+    def source_of(self, sample: int) -> int:
+        return 0
+
+    def sample_seed(self, sample: int, turn: int) -> int:
+        return self.seed + sample if turn == 0 else _random_seed([self.seed, sample, turn])
+
+
+def _random_seed(entropy: Sequence[int]) -> int:
+    """A seed below 2^63."""
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 _AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}

@@ -94,7 +94,16 @@ class PublishedFolder:
         numbered = re.fullmatch(rf"{VERSION_PREFIX}(\d+)", self.path.name)
         if numbered is not None and int(numbered[1]) != self.manifest.version:
             raise ValueError(f"{self.path} holds version {self.manifest.version}: {_AGAIN}")
-        self._require_files(names)
+        manifest = self.manifest
+        for name in [*manifest.files, *manifest.tensors.values()]:
+            shown = escaped(name)[:200]
+            if name in ("", ".", "..") or "/" in name or "\0" in name:
+                raise ValueError(f"{self.path / MANIFEST} names '{shown}': expected a file of this folder; {_AGAIN}")
+            if name not in names:
+                raise ValueError(f"{self.path} lacks the file {shown}, which its {MANIFEST} names: {_AGAIN}")
+        unknown = {name for name in names if name.endswith(".safetensors")} - manifest.files.keys()
+        if unknown or not set(manifest.tensors.values()) <= manifest.files.keys():
+            raise ValueError(f"{self.path} does not hold the files that its {MANIFEST} names: {_AGAIN}")
 
     def read(self, name: str, most_bytes: int) -> bytes:
         """Read a file that the manifest names. Raises ValueError for another hash or more than `most_bytes` bytes."""
@@ -126,18 +135,6 @@ class PublishedFolder:
                 yield file
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}; {_AGAIN}") from error
-
-    def _require_files(self, names: set[str]) -> None:
-        manifest = self.manifest
-        for name in [*manifest.files, *manifest.tensors.values()]:
-            shown = escaped(name)[:200]
-            if name in ("", ".", "..") or "/" in name or "\0" in name:
-                raise ValueError(f"{self.path / MANIFEST} names '{shown}': expected a file of this folder; {_AGAIN}")
-            if name not in names:
-                raise ValueError(f"{self.path} lacks the file {shown}, which its {MANIFEST} names: {_AGAIN}")
-        unknown = {name for name in names if name.endswith(".safetensors")} - manifest.files.keys()
-        if unknown or not set(manifest.tensors.values()) <= manifest.files.keys():
-            raise ValueError(f"{self.path} does not hold the files that its {MANIFEST} names: {_AGAIN}")
 
     def _require_hash(self, name: str, sha256: str) -> None:
         if sha256 != self.manifest.files[name]:

@@ -1,10 +1,10 @@
 """The records of rollouts: requests to an engine, its completions, and samples. N tokens of a completion."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from torch import Tensor
@@ -133,10 +133,8 @@ class Completion:
         )
 
 
-class Receiver(Protocol):
-    """Takes a request's number and its completion, in any thread."""
-
-    def put(self, content: tuple[int, Completion]) -> None: ...
+#: takes a request's number and its completion, in any thread
+Receiver = Callable[[tuple[int, Completion]], None]
 
 
 class CompletionInbox:

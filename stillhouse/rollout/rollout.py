@@ -74,7 +74,6 @@ class Rollout:
     def __post_init__(self) -> None:
         self._by_student = self.rollouts[0].writer == "student"
         self._ranks, self._taken = self.student.ranks, dict[int, list[Sample]]()
-        self._is_alone = self._ranks.size == 1
 
     def take(self, step: int, timeline: RolloutLog) -> list[Sample]:
         """Return the samples of a step, with rewards and advantages, on all ranks. A collective of all processes.
@@ -85,7 +84,19 @@ class Rollout:
         """
         queue, phase = self.queue, f"the completions of step {step + 1}"
         with watchdog.nested(phase, timed=False):
-            self._update_weights(step, timeline)
+            if self.served is not None:
+                with timeline.trainer(f"publish version {step}", step + 1, "weights"):
+                    self.served.publish(step)  # the servers still generate
+            if self.schedule.in_order and self.engine is None:
+                with timeline.trainer(WAIT_FOR_COMPLETIONS), self.shared():
+                    if queue is not None and queue.has_requested(step):
+                        queue.wait_for(step)
+            if self._by_student:
+                with timeline.trainer(f"version {step}", step + 1, "weights"):
+                    if self.served is not None:
+                        self.served.update(step)
+                    if self.engine is not None:
+                        self.engine.update_weights(step)
             with timeline.trainer(WAIT_FOR_COMPLETIONS):
                 with self.shared():
                     if queue is not None:
@@ -128,30 +139,13 @@ class Rollout:
         with errors_of_signals(), self._ranks.shared(*ERRORS) as shared:
             yield shared
 
-    def _update_weights(self, step: int, timeline: RolloutLog) -> None:
-        """Give the weights of this step to the engine, if the student generates."""
-        if self.served is not None:
-            with timeline.trainer(f"publish version {step}", step + 1, "weights"):
-                self.served.publish(step)  # the servers still generate
-        if self.schedule.in_order and self.engine is None:
-            with timeline.trainer(WAIT_FOR_COMPLETIONS), self.shared():
-                if self.queue is not None and self.queue.has_requested(step):
-                    self.queue.wait_for(step)
-        if not self._by_student:
-            return
-        with timeline.trainer(f"version {step}", step + 1, "weights"):
-            if self.served is not None:
-                self.served.update(step)
-            if self.engine is not None:
-                self.engine.update_weights(step)
-
     def _take(self, step: int, timeline: RolloutLog) -> None:
         """Wait for the samples of a step and for their rewards."""
         samples: list[Sample] = []
         with self.shared() as shared:
             if self.queue is not None:
                 samples = self.queue.take(step)
-                if not self._is_alone:
+                if self._ranks.size > 1:
                     shared.value = [sample.as_json() for sample in samples]
         if self.queue is None:
             samples = [Sample.from_json(values) for values in shared.value]

@@ -12,13 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
 from stillhouse.data.media_files import MediaFile
+from stillhouse.rollout.plan import PromptPlan, PromptSeeds
 from stillhouse.rollout.records import NOT_GENERATED, Completion, CompletionInbox, GenerationRequest, Sample, Sampling
 from stillhouse.rollout.reward import PendingReward, RewardSum
 from stillhouse.rollout.turns import CallArguments, Reply, SampleTurns, TurnReplies, done, turn_texts
@@ -135,13 +136,6 @@ class OpenSample:
         )
 
 
-class SamplePlan(Protocol):
-    """The part of a `PromptPlan` that generation needs."""
-
-    def source_of(self, sample: int) -> int: ...
-    def sample_seed(self, sample: int, turn: int) -> int: ...
-
-
 class Samples:
     """The samples under way. The first rank has them.
 
@@ -154,7 +148,7 @@ class Samples:
     def __init__(
         self,
         prompts: Documents,
-        plan: SamplePlan,
+        plan: PromptPlan | PromptSeeds,
         tokenizer: PreTrainedTokenizerBase,
         sources: Sequence[SourceSettings],
         *,
@@ -244,7 +238,24 @@ class Samples:
             self._call_about(sample, sample.parts, sample.turns - 1)
         if errors:
             raise errors[0]
-        self._end_rounds()
+        # collect the next turns of all rounds whose replies have arrived, and the samples that have ended
+        for sample in chain.from_iterable(self._complete_rounds()):
+            if sample.goes_on is None and not sample.add_reply():
+                self._request_rewards(sample, sample.parts)
+        complete = self._complete_rounds()  # only those that have the rewards of their objects, too
+        self._rounds = [members for members in self._rounds if members not in complete]
+        for sample in chain.from_iterable(complete):
+            if sample.goes_on:
+                self._next.append(sample)
+                continue
+            if (environment := sample.settings.environment) is not None:
+                arguments = sample.texts(self.tokenizer, sample.parts)
+                self._dropped.append(environment.end(sample.number, arguments))
+                for dropped in [dropped for dropped in self._dropped if dropped.done()]:
+                    self._dropped.remove(dropped)
+                    dropped.result()  # raises the errors of objects that were dropped before
+            self.times[sample.number] = sample.requested_at, sample.ended_at
+            self._finished.append(sample.sample())
         return bool(arrivals)
 
     def finished(self) -> list[Sample]:
@@ -354,26 +365,6 @@ class Samples:
             sample.reply_calls[turn] = call
             if call is None:
                 self._request_rewards(sample, parts)
-
-    def _end_rounds(self) -> None:
-        """Collect the next turns of all rounds whose replies have arrived, and the samples that have ended."""
-        for sample in chain.from_iterable(self._complete_rounds()):
-            if sample.goes_on is None and not sample.add_reply():
-                self._request_rewards(sample, sample.parts)
-        complete = self._complete_rounds()  # only those that have the rewards of their objects, too
-        self._rounds = [members for members in self._rounds if members not in complete]
-        for sample in chain.from_iterable(complete):
-            if sample.goes_on:
-                self._next.append(sample)
-                continue
-            if (environment := sample.settings.environment) is not None:
-                arguments = sample.texts(self.tokenizer, sample.parts)
-                self._dropped.append(environment.end(sample.number, arguments))
-                for dropped in [dropped for dropped in self._dropped if dropped.done()]:
-                    self._dropped.remove(dropped)
-                    dropped.result()  # raises the errors of objects that were dropped before
-            self.times[sample.number] = sample.requested_at, sample.ended_at
-            self._finished.append(sample.sample())
 
     def _complete_rounds(self) -> list[list[OpenSample]]:
         return [members for members in self._rounds if not any(sample.is_waiting for sample in members)]

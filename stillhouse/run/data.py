@@ -108,12 +108,25 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     # packed rows have gaps for what teachers in this job read; with rollouts, weights are shares of the prompts
     gaps = [section.partition(".")[2] for section in in_job] if fits_teachers else []
     weights = [source.weight for source in data.weighted_sources] if config.rollout is None else []
-    settings: dict[str, Any] = {"max_tokens": data.max_tokens, "seed": config.seed, "gaps": gaps}
-    settings |= {"together": route, "media_inputs": media_inputs}
-    packed_train = PackedSequences(train, shuffle=True, weights=weights or None, **settings)
-    packed_eval = None if held_out is None else PackedSequences(held_out, shuffle=False, **settings)
-    media = processor, readers if media_inputs is not None else {}, processors
-    return Data(tokenizer, packed_train, packed_eval, hashes, warnings, splits.get("dataset"), *media)
+    pack = partial(
+        PackedSequences,
+        max_tokens=data.max_tokens,
+        seed=config.seed,
+        gaps=gaps,
+        together=route,
+        media_inputs=media_inputs,
+    )
+    return Data(
+        tokenizer,
+        pack(train, weights=weights or None),
+        None if held_out is None else pack(held_out, shuffle=False),
+        hashes,
+        warnings,
+        splits.get("dataset"),
+        processor,
+        readers if media_inputs is not None else {},
+        processors,
+    )
 
 
 @dataclass(frozen=True)
@@ -235,10 +248,15 @@ def _media_processor(
     template_is_set: bool,
 ) -> MediaProcessor | None:
     """A model's processor of media; None if it has none. template_is_set: whether another chat template is used."""
-    options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    options |= {"most_pixels": data.image_pixels, "template_is_set": template_is_set}
     with as_config_error(f"{section}.model"):
-        return find_media_processor(str(model.model), tokenizer, **options)
+        return find_media_processor(
+            str(model.model),
+            tokenizer,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            most_pixels=data.image_pixels,
+            template_is_set=template_is_set,
+        )
 
 
 def _media_inputs(

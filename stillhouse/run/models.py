@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig
 from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, as_config_error
 from stillhouse.config.student_section import StudentInitConfig
 from stillhouse.engine.losses import LossPart
-from stillhouse.hashing import json_hash
 from stillhouse.models import (
     Decoder,
     add_lora,
@@ -40,7 +39,6 @@ from stillhouse.models.pretrained import auto_class, parse_dtype, read_configura
 from stillhouse.models.varlen import activations_for
 from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharded_loading import allocate, read_weights
-from stillhouse.signals import SignalStore
 
 _INIT = "student.init"
 #: keys of config.json that may differ between the teacher and a student that gets layers of the teacher
@@ -167,13 +165,22 @@ class ModelSources:
         return ModelSource(build, add_weights, name="student", is_proven=student.mtp is None)
 
     def _sharded_student(self) -> ModelSource:
-        """The source of this process's shard of the student. The weights are from files or from `student.init`."""
+        """The source of this process's shard of the student. The weights are from files or from `student.init`.
+        Raises ConfigError if the teacher's layers do not fit the student.
+        """
         if (init := self.student.init) is None:
             return self.sharded("student", offload=self.offload, autocast=self.autocast)
         teacher = self.teachers["teacher"] if init.source == "teacher" else None
         folder = None if teacher is None else local_folder(str(teacher.model), teacher.revision)
         source = self.sharded("student", offload=self.offload, autocast=self.autocast, weights=folder)
-        read = _initial_weights(self.student, init, folder, self.seed)
+        config = read_configuration(local_folder(self.student.model, self.student.revision))
+        read: Callable[[Decoder], None]
+        if folder is None:
+            dtype = parse_dtype(self.student.dtype)
+            read = partial(_initialize_randomly, config=config, dtype=dtype, seed=self.seed)
+        else:
+            layers = _fitting_layers(init, text_config(config), text_config(read_configuration(folder)))
+            read = partial(_read_layers, folder=folder, layers=layers)
 
         def load(decoder: Decoder) -> None:
             allocate(decoder, self.mesh.device, offload=self.offload)
@@ -209,30 +216,6 @@ class ModelSources:
         if self.without_noise:
             self.removed_noise.update(remove_noise(student))
         return student
-
-
-def model_fingerprints(
-    student: StudentConfig, teachers: Mapping[str, TeacherConfig], seed: int, stores: Mapping[str, SignalStore]
-) -> dict[str, str]:
-    """Fingerprints of the student and of the teachers, by the keys of their sections.
-
-    A fingerprint is a hash of the model's files, the commit of a model on the hub, or the identity of a store; with
-    `student.init`, the student's is also of the teacher's files, or of the seed of its initial weights. A teacher
-    that is the student itself has no fingerprint.
-    """
-    file_hash, init = source_fingerprint(student.model, student.revision), student.init
-    fingerprints = {"student": quantized_identity(file_hash, student.quantize)}
-    if init is not None:
-        start: str | int = seed
-        if init.source == "teacher":
-            start = source_fingerprint(str(teachers["teacher"].model), teachers["teacher"].revision)
-        fingerprints["student"] = json_hash([file_hash, init.source, init.layers, start])
-    for section, teacher in teachers.items():
-        if section in stores:
-            fingerprints[section] = stores[section].identity
-        elif teacher.model is not None:
-            fingerprints[section] = teacher_fingerprint(teacher)
-    return fingerprints
 
 
 def teacher_fingerprint(teacher: TeacherConfig) -> str:
@@ -280,30 +263,18 @@ def load_model(
     return decoder
 
 
-def _initial_weights(
-    student: StudentConfig, init: StudentInitConfig, folder: str | None, seed: int
-) -> Callable[[Decoder], None]:
-    """Return a function that writes the initial weights into the allocated tensors of a student, under any layout.
-
-    folder: that of the teacher; None: the weights are random, with this seed.
-    Raises ConfigError if the teacher's layers do not fit the student.
+def _read_layers(decoder: Decoder, folder: str, layers: Sequence[int]) -> None:
+    """Read the weights of the student's layers, and its other weights, from the teacher's folder. layers: the numbers
+    of the teacher's layers.
     """
-    config = read_configuration(local_folder(student.model, student.revision))
-    if folder is None:
-        return partial(_initialize_randomly, config=config, dtype=parse_dtype(student.dtype), seed=seed)
-    layers = _fitting_layers(init, text_config(config), text_config(read_configuration(folder)))
-
-    def read(decoder: Decoder) -> None:
-        with as_config_error(_INIT):
-            numbered = numbered_layers(decoder)
-        name = next(name for name, module in decoder.backbone.named_modules() if module is numbered)
-        prefix = f"{decoder.backbone_name}.{name}."
-        number = re.compile(rf"(?<=^{re.escape(prefix)})\d+(?=\.)")
-        # the student's layer in the name of its tensor becomes the teacher's
-        in_teacher = partial(number.sub, lambda match: str(layers[int(match[0])]))
-        read_weights(decoder, folder, renamed=in_teacher)
-
-    return read
+    with as_config_error(_INIT):
+        numbered = numbered_layers(decoder)
+    name = next(name for name, module in decoder.backbone.named_modules() if module is numbered)
+    prefix = f"{decoder.backbone_name}.{name}."
+    number = re.compile(rf"(?<=^{re.escape(prefix)})\d+(?=\.)")
+    # the student's layer in the name of its tensor becomes the teacher's
+    in_teacher = partial(number.sub, lambda match: str(layers[int(match[0])]))
+    read_weights(decoder, folder, renamed=in_teacher)
 
 
 def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher: PreTrainedConfig) -> list[int]:

@@ -94,7 +94,20 @@ class RunObjective:
             source = self.teacher.source_in_words if store is None else store.name
             teachers, over = f" ← {source}", f"{_over(self.teacher, store)}, "
         elif self.teachers is not None and self.spec.needs_teacher:
-            teachers = f" ← {_several_in_words(self.teachers, self.spec, stores)}"
+            parts = []
+            for name, teacher in self.teachers.named.items():
+                share, store = self.spec.teachers[name], stores.get(f"teachers.{name}")
+                source = teacher.source_in_words if store is None else store.name
+                details = _over(teacher, store)
+                if teacher.prefix is not None:
+                    details += ", behind a prefix"
+                if share.temperature is not None:
+                    details += f", temperature {share.temperature:g}"
+                factor = "" if share.weight == 1 else f"{share.weight:.3g} × "
+                parts.append(f"{factor}{name}: {source} ({details})")
+            route = self.teachers.route
+            how = f"one by column '{route}'" if route else f"sum of {self.teachers.sum}"
+            teachers = f" ← {how} of {'; '.join(parts)}"
         return (
             f"{self.loss_in_words()}, {over}temperature {self.spec.temperature:g}, "
             f"mean over the target tokens of each step ({self._targets_in_words()}): {self.student.model}{teachers}"
@@ -199,18 +212,5 @@ def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:
     """Describe the tokens over which a teacher's divergence is computed."""
     if store is None or store.signal.is_exact:
         return "over the full vocabulary"
-    return f"over {store.signal} of the teacher" + f" (tail: {teacher.tail})" * store.signal.has_tail
-
-
-def _several_in_words(teachers: TeachersConfig, spec: ObjectiveSpec, stores: Mapping[str, SignalStore]) -> str:
-    parts = []
-    for name, teacher in teachers.named.items():
-        share, store = spec.teachers[name], stores.get(f"teachers.{name}")
-        source = teacher.source_in_words if store is None else store.name
-        details = _over(teacher, store) + ", behind a prefix" * (teacher.prefix is not None)
-        if share.temperature is not None:
-            details += f", temperature {share.temperature:g}"
-        factor = "" if share.weight == 1 else f"{share.weight:.3g} × "
-        parts.append(f"{factor}{name}: {source} ({details})")
-    how = f"one by column '{teachers.route}'" if teachers.route else f"sum of {teachers.sum}"
-    return f"{how} of {'; '.join(parts)}"
+    tail = f" (tail: {teacher.tail})" if store.signal.has_tail else ""
+    return f"over {store.signal} of the teacher{tail}"

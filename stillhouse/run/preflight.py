@@ -6,7 +6,7 @@ reported as early as possible.
 
 import importlib.util
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 
 import torch
 
@@ -122,20 +122,12 @@ def require_attention(student: StudentConfig, teachers: Mapping[str, TeacherConf
             raise ConfigError(
                 f"{section}.attention", f"got {model.attention} on a CPU: expected sdpa, eager or null, or a GPU"
             )
-        if package is not None and not _is_installed(package) and not _is_installed("kernels"):
+        if package is not None and not any(any(distributions(name=name)) for name in (package, "kernels")):
             raise ConfigError(
                 f"{section}.attention",
                 f"got {model.attention}, and {package} is not installed: expected sdpa, eager or null, or "
                 "`pip install kernels`, with which transformers downloads the compiled kernels",
             )
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def require_models_fit(

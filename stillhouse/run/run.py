@@ -21,7 +21,7 @@ from stillhouse.checkpoint.resume import (
     open_checkpoint,
     require_same_teachers,
 )
-from stillhouse.config import EvalConfig, RolloutConfig, RunConfig, SourceConfig, as_config_error, dump_config
+from stillhouse.config import RolloutConfig, RunConfig, SourceConfig, as_config_error, dump_config
 from stillhouse.data import DataReport, Documents, save_tokenizer, text_fingerprint, tokenizer_fingerprint
 from stillhouse.data.media import media_kind
 from stillhouse.display import escaped, name_list
@@ -212,9 +212,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         data = media_kind(media_inputs.processor).with_models_proven(data, engine, source, stores)
     max_tokens, data = data.train.max_tokens, _in_rows(data, models, setup)
     schedule, rollout = _schedule(data, setup)
-    decisive = _decisive_for_completions(models, data, config.rollout, config.eval)
-    identity_of_data = _data_hashes(models, data, schedule)
-    identity = RunIdentity(configuration_hash(setup.values), identity_of_data, model_hashes | decisive)
+    identity = _identity(setup, models, data, model_hashes)
     _add_trained_ends(models, data, rollout)
     decoders = {"student": models.student, **models.teachers}
     warnings = [
@@ -294,30 +292,27 @@ def _set_sizes(documents: Documents) -> list[int]:
     return [len(documents)] if documents.set_D is None else np.bincount(documents.set_D).tolist()
 
 
-def _data_hashes(models: Models, data: Data, schedule: Schedule) -> dict[str, str]:
-    """`RunIdentity.data`."""
+def _identity(setup: RunSetup, models: Models, data: Data, model_hashes: dict[str, str]) -> RunIdentity:
+    """The hashes that a resumed run must have, with `COMPLETION_KEYS` for a run that generates completions. Raises
+    ValueError if these differ between ranks.
+    """
+    rollout, evaluation = setup.config.rollout, setup.config.eval
+    completes = evaluation.samples or evaluation.tasks or evaluation.prompts or evaluation.callbacks
+    if rollout is not None or completes:
+        writer = models.student
+        if rollout is not None and rollout.writer == "teacher" and not rollout.urls:
+            writer = models.teacher or writer
+        end_ids = ", ".join(map(str, eos_ids(data.tokenizer, writer)))
+        decisive = {"end_ids": end_ids, "text": text_fingerprint(data.tokenizer)}
+        require_same_sources({COMPLETION_KEYS[name]: value for name, value in decisive.items()}, models.ranks)
+        model_hashes = model_hashes | decisive
     hashes = data.hashes | {f"{PROCESSOR}{section}": digest for section, digest in data.processors.items()}
     if data.by_length:
         hashes[ORDER] = ROWS
-    vectors = stacked_vectors(models.engine.student.decoders) if schedule.train_config.weight_decay else []
+    vectors = stacked_vectors(models.engine.student.decoders) if setup.config.train.weight_decay else []
     if names := sorted({name for rank_names in models.ranks.gather(vectors) for name in rank_names}):
         hashes[DECAY] = name_list(names)
-    return hashes
-
-
-def _decisive_for_completions(
-    models: Models, data: Data, rollout: RolloutConfig | None, evaluation: EvalConfig
-) -> dict[str, str]:
-    """The values of `COMPLETION_KEYS`; empty for a run that generates none. Raises ValueError if ranks differ."""
-    if rollout is None and not (evaluation.samples or evaluation.tasks or evaluation.prompts or evaluation.callbacks):
-        return {}
-    writer = models.student
-    if rollout is not None and rollout.writer == "teacher" and not rollout.urls:
-        writer = models.teacher or writer
-    end_ids = ", ".join(map(str, eos_ids(data.tokenizer, writer)))
-    decisive = {"end_ids": end_ids, "text": text_fingerprint(data.tokenizer)}
-    require_same_sources({COMPLETION_KEYS[name]: value for name, value in decisive.items()}, models.ranks)
-    return decisive
+    return RunIdentity(configuration_hash(setup.values), hashes, model_hashes)
 
 
 def _add_trained_ends(models: Models, data: Data, rollout: RolloutPlan | None) -> None:

@@ -14,7 +14,8 @@ from stillhouse.config.engines import GROUP, capabilities
 from stillhouse.config.read_config import dotted_values
 from stillhouse.engine.engine import Engine
 from stillhouse.engine.engine_kind import EngineKind
-from stillhouse.models import ProofError
+from stillhouse.hashing import json_hash
+from stillhouse.models import ProofError, quantized_identity
 from stillhouse.objective import use_kernels
 from stillhouse.parallel import (
     Degrees,
@@ -30,7 +31,7 @@ from stillhouse.parallel import (
 )
 from stillhouse.registry import load
 from stillhouse.run.agreement import require_same_configuration
-from stillhouse.run.models import ModelSources, model_fingerprints
+from stillhouse.run.models import ModelSources, source_fingerprint, teacher_fingerprint
 from stillhouse.run.objective import RunObjective
 from stillhouse.run.teachers import TeacherSources, teacher_of_stages
 from stillhouse.signals import SignalSource, SignalStore, WeightAverage
@@ -114,8 +115,26 @@ class RunSetup:
         return ranks
 
     def model_hashes(self) -> dict[str, str]:
-        """Fingerprints of the student and of each teacher; see `model_fingerprints`."""
-        return model_fingerprints(self.config.student, self.teachers, self.config.seed, self.stores)
+        """Fingerprints of the student and of the teachers, by the keys of their sections.
+
+        A fingerprint is a hash of the model's files, the commit of a model on the hub, or the identity of a store;
+        with `student.init`, the student's is also of the teacher's files, or of the seed of its initial weights. A
+        teacher that is the student itself has no fingerprint.
+        """
+        student, init = self.config.student, self.config.student.init
+        file_hash = source_fingerprint(student.model, student.revision)
+        fingerprints = {"student": quantized_identity(file_hash, student.quantize)}
+        if init is not None:
+            start: str | int = self.config.seed
+            if init.source == "teacher":
+                start = source_fingerprint(str(self.teachers["teacher"].model), self.teachers["teacher"].revision)
+            fingerprints["student"] = json_hash([file_hash, init.source, init.layers, start])
+        for section, teacher in self.teachers.items():
+            if section in self.stores:
+                fingerprints[section] = self.stores[section].identity
+            elif teacher.model is not None:
+                fingerprints[section] = teacher_fingerprint(teacher)
+        return fingerprints
 
     def models(self, mesh: Mesh, *, multimodal: bool = False) -> ModelSources:
         """The sources of the models, for the processes of a mesh. multimodal: whether they read media beside text."""
@@ -219,6 +238,5 @@ def require_fsdp(key: str, layout: Layout, device: torch.device) -> None:
         )
     if layout.degrees.replicate * layout.degrees.shard == 1:
         raise ConfigError(
-            key,
-            f"has no effect under {layout}, which does not use FSDP: expected fsdp, replicate or context above 1",
+            key, f"has no effect under {layout}, which does not use FSDP: expected fsdp, replicate or context above 1"
         )

@@ -12,7 +12,10 @@ class _Model(SourceKind):
 
 class _Student(SourceKind):
     def source(self, sources: Any, section: str, teacher: Any, head: Any) -> Any:
-        return sources.self_teacher(teacher)
+        from stillhouse.signals import SelfTeacher
+
+        average = sources.average if teacher.student == "ema" else None
+        return SelfTeacher(sources.student, sources.autocast, average)
 
 
 class _Cache(SourceKind):

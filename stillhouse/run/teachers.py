@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from stillhouse.config import ConfigError, NamedTeacherConfig, TeacherConfig, TeachersConfig, as_config_error
+from stillhouse.config import ConfigError, TeacherConfig, TeachersConfig, as_config_error
 from stillhouse.data import Documents, load_tokenizer
 from stillhouse.loops.session import Data
 from stillhouse.models import Decoder, ProofError
@@ -35,7 +35,6 @@ from stillhouse.signals import (
     ChosenTeacher,
     InStageTeacher,
     NoTeacher,
-    SelfTeacher,
     SeparateTeacher,
     SeveralTeachers,
     SignalSource,
@@ -89,8 +88,22 @@ def require_signals(
     """
     route = None if objective.teachers is None else objective.teachers.route
     for section, store in stores.items():
-        teacher = teachers[section]
-        _require_objective(section, store, teacher, objective)
+        teacher, signal, several = teachers[section], store.signal, objective.teachers
+        temperature = objective.temperature_of(teacher)
+        if signal.temperature not in (None, temperature):
+            raise ConfigError(
+                "objective.temperature" if section == "teacher" else f"{section}.temperature",
+                f"got {temperature:g}, but {store.name} holds {signal}: expected the same "
+                "temperature, or hidden states, which give every temperature",
+            )
+        for key, loss in objective.objective.losses.items() if signal.kind == "sampled" else ():
+            if read_objective(loss, load_all("stillhouse.divergences")).divergence not in (None, forward_kl()):
+                raise ConfigError(key, f"got {loss!r}: sampled ids can only estimate forward_kl")
+        if several is not None and several.sum == "distributions" and not signal.is_exact:
+            raise ConfigError(
+                f"{section}.{teacher.signals_from}",
+                f"holds {signal}: expected hidden states, from which distributions can be summed",
+            )
         with ranks.all_raise(ConfigError), as_config_error(f"{section}.{teacher.signals_from}"):
             train = _documents_of(section, route, data.train.documents)
             checked = {"data.train": [train]}
@@ -119,26 +132,6 @@ def _with_completion(documents: Documents, tokens_of_sources: Sequence[int]) -> 
     tokens_N = np.concatenate([longest.tokens_N, np.repeat(longest.tokens_N[-1:], tokens)])
     targets_N = np.zeros(len(tokens_N), dtype=bool)
     return replace(longest, tokens_N=tokens_N, targets_N=targets_N, offsets=np.array([0, len(tokens_N)]))
-
-
-def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig, objective: RunObjective) -> None:
-    """Raise ConfigError if the objective cannot be computed from the store's signals."""
-    signal, temperature = store.signal, objective.temperature_of(teacher)
-    if signal.temperature not in (None, temperature):
-        raise ConfigError(
-            "objective.temperature" if section == "teacher" else f"{section}.temperature",
-            f"got {temperature:g}, but {store.name} holds {signal}: expected the same "
-            "temperature, or hidden states, which give every temperature",
-        )
-    for key, loss in objective.objective.losses.items() if signal.kind == "sampled" else ():
-        if read_objective(loss, load_all("stillhouse.divergences")).divergence not in (None, forward_kl()):
-            raise ConfigError(key, f"got {loss!r}: sampled ids can only estimate forward_kl")
-    several = objective.teachers
-    if several is not None and several.sum == "distributions" and not signal.is_exact:
-        raise ConfigError(
-            f"{section}.{teacher.signals_from}",
-            f"holds {signal}: expected hidden states, from which distributions can be summed",
-        )
 
 
 def _documents_of(section: str, route: str | None, documents: Documents) -> Documents:
@@ -193,27 +186,11 @@ class TeacherSources:
     separate: Layout | None
 
     def source(self) -> SignalSource:
-        if self.teachers is not None:
-            return self._several(self.teachers)
-        if self.teacher is None:
-            return NoTeacher()
-        return self._source("teacher", self.teacher, self.student.teacher_head)
-
-    def _source(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SignalSource:
-        """The source of one teacher. head: the teacher's head, on processes with the student's last stage."""
-        store = self.stores.get(section)
-        if store is None:
-            source: SignalSource = teacher.source_kind.source(self, section, teacher, head)
-            return source
-        if self.student.has_results:
-            store.start(self.student.device)
-        name = section.partition(".")[2]
-        if store.signal.kind == "chosen":
-            return ChosenTeacher(store, self.student, self.autocast, teacher.tail, name)
-        return StoredTeacher(store, self.student, teacher.tail, name, head=head)
-
-    def _several(self, teachers: TeachersConfig) -> SeveralTeachers:
         """A collective of all processes. Raises ConfigError if a model does not fit its layout."""
+        if self.teacher is not None:
+            return self._source("teacher", self.teacher, self.student.teacher_head)
+        if (teachers := self.teachers) is None:
+            return NoTeacher()
         unsplit = self._unsplit_teachers(teachers)
         heads = self._heads(teachers, unsplit)
         sources: dict[str, SignalSource] = {}
@@ -227,6 +204,19 @@ class TeacherSources:
                 sources[name] = self._source(f"teachers.{name}", teacher, head)
         is_sharded = bool(heads) and self.student.mesh.is_sharded
         return SeveralTeachers(sources, self.student, teachers.route, heads_are_sharded=is_sharded)
+
+    def _source(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SignalSource:
+        """The source of one teacher. head: the teacher's head, on processes with the student's last stage."""
+        store = self.stores.get(section)
+        if store is None:
+            source: SignalSource = teacher.source_kind.source(self, section, teacher, head)
+            return source
+        if self.student.has_results:
+            store.start(self.student.device)
+        name = section.partition(".")[2]
+        if store.signal.kind == "chosen":
+            return ChosenTeacher(store, self.student, self.autocast, teacher.tail, name)
+        return StoredTeacher(store, self.student, teacher.tail, name, head=head)
 
     def _unsplit_teachers(self, teachers: TeachersConfig) -> dict[str, Decoder]:
         """In a run of one process: the full models of the teachers whose layers and head cannot be separated."""
@@ -259,6 +249,7 @@ class TeacherSources:
             runs_here = teacher.source_kind.runs_model and name not in unsplit
             if runs_here if store is None else store.signal.is_exact:
                 folder = None if store is None else store.teacher_folder
+                assert store is None or folder is not None  # else the head of another model would be read
                 source = self.models.sharded(section, device, offload=self.models.offload, folder=folder)
                 decoders[name] = load_head(source, runner.layout, runner.mesh)
                 has_values = source.has_values
@@ -290,8 +281,3 @@ class TeacherSources:
         mesh = runner.mesh if separate is None else Mesh(separate.degrees, runner.device)
         with as_config_error(key, ProofError):
             return SeparateTeacher(source, layout, mesh, runner.layout, runner.mesh, head=head)
-
-    def self_teacher(self, teacher: TeacherConfig) -> SelfTeacher:
-        """The source for a teacher that is the student itself, with its present weights or their average."""
-        assert isinstance(teacher, NamedTeacherConfig)
-        return SelfTeacher(self.student, self.autocast, self.average if teacher.student == "ema" else None)

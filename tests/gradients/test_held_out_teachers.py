@@ -107,10 +107,10 @@ def test_entropies_at_different_temperatures_have_no_mean(folder: Path) -> None:
     sums = {"tokens": 10.0, "tokens/a": 4.0, "tokens/b": 6.0, "student_entropy": 7.0, "jsd(0.5)/a": 8.0}
     sums |= {"jsd(0.5)/b": 3.0, "teacher_entropy/a": 2.0, "teacher_entropy/b": 9.0}
     spec = replace(parse_objective("jsd(0.5)"), teachers={name: TeacherShare(2.0) for name in "ab"})
-    actual = means(sums, spec, mixes_temperatures=True)
+    actual = means(sums, spec, {1.0, 2.0})
     divergences = {"jsd(0.5)": 1.1, "jsd(0.5)/a": 2.0, "jsd(0.5)/b": 0.5}
     assert actual == divergences | {"teacher_entropy/a": 0.5, "teacher_entropy/b": 1.5}
-    actual = means(sums, spec, mixes_temperatures=False)
+    actual = means(sums, spec, {1.0})
     assert (actual["student_entropy"], actual["teacher_entropy"]) == (0.7, 1.1)
 
 

@@ -91,12 +91,13 @@ def test_completions_are_the_greedy_ones_of_the_saved_students(tmp_path: Path) -
     assert [(sample.step, sample.number) for sample in shown] == expected
     session = session_of(tmp_path, **SETTINGS)
     assert session.data.evaluation is not None
-    chosen = choose_prompts(session.data.evaluation.documents, 3)
+    documents = session.data.evaluation.documents
+    chosen = choose_prompts(documents, 3)
     folders = {0: tmp_path / "student", 6: tmp_path / "out" / "model"}
     models = {step: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for step, path in folders.items()}
     for sample in shown:
         prompt = chosen[sample.number]
-        assert sample.source == prompt.source
+        assert sample.source == documents.sources[prompt.document]
         assert sample.prompt == session.data.tokenizer.decode(prompt.prompt_N)
         assert sample.reference == session.data.tokenizer.decode(prompt.reference_N[:7])
         if sample.step in models:
@@ -164,11 +165,10 @@ def test_prompts_are_those_of_the_data_or_beginnings_of_texts(tmp_path: Path) ->
     assert session.data.evaluation is not None
     documents = session.data.evaluation.documents
     chosen = choose_prompts(documents, 99)
-    assert sorted(prompt.source for prompt in chosen) == sorted(documents.sources)
-    assert [prompt.source for prompt in choose_prompts(documents, 3)] == [prompt.source for prompt in chosen[:3]]
+    assert sorted(prompt.document for prompt in chosen) == list(range(len(documents)))
+    assert [prompt.document for prompt in choose_prompts(documents, 3)] == [prompt.document for prompt in chosen[:3]]
     for prompt in chosen:
-        document = documents.sources.index(prompt.source)
-        ids_N, targets_N = documents.tokens(document), documents.targets(document)
+        ids_N, targets_N = documents.tokens(prompt.document), documents.targets(prompt.document)
         assert np.array_equal(np.concatenate([prompt.prompt_N, prompt.reference_N]), ids_N)
         if targets_N[1]:
             assert len(prompt.prompt_N) == min(PROMPT_TOKENS, len(ids_N) // 2)
@@ -183,7 +183,8 @@ def test_several_sets_take_turns(tmp_path: Path) -> None:
     sets = {"many": str(tmp_path / "eval.jsonl"), "few": str(tmp_path / "few.jsonl")}
     session = session_of(tmp_path, **{"data.eval": sets})
     assert session.data.evaluation is not None
-    sources = [Path(prompt.source).name for prompt in choose_prompts(session.data.evaluation.documents, 6)]
+    documents = session.data.evaluation.documents
+    sources = [Path(documents.sources[prompt.document]).name for prompt in choose_prompts(documents, 6)]
     assert [source.partition(":")[0] for source in sources] == ["eval.jsonl", "few.jsonl"] * 2 + ["eval.jsonl"] * 2
 
 

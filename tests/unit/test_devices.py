@@ -58,7 +58,7 @@ def test_the_settled_precision_is_the_runs(tmp_path: Path) -> None:
 def test_flash_attention_needs_a_gpu_and_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_run(tmp_path, **{"teacher.attention": "flash_attention_2"})
     installed: set[str] = set()
-    monkeypatch.setattr("stillhouse.run.preflight._is_installed", installed.__contains__)
+    monkeypatch.setattr("stillhouse.run.preflight.distributions", lambda name: installed & {name})
     with pytest.raises(ConfigError, match=r"flash-attn is not installed: .* `pip install kernels`") as error:
         require_attention(config.student, config.teacher_sections, torch.device("cuda"))
     assert error.value.key == "teacher.attention"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stillhouse.agents.episodes import caller_of
+from stillhouse.agents.environments import TextEnvironment
 from stillhouse.user_code.environment import Episode
 from stillhouse.user_code.function_calls import CallLostError, FunctionCalls
 from stillhouse.user_code.functions import ENVIRONMENT, TOOLS, load_function
@@ -99,7 +99,7 @@ def ask(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ask]:
     record = {"log": str(tmp_path / "log")}
     pool = None
     if request.param == "here":
-        call: Ask = caller_of(load_function(ENVIRONMENT, "episode_games:Game"))
+        call: Ask = TextEnvironment.answer("episode_games:Game", is_limited=False)
     else:
         pool = FunctionCalls([(ENVIRONMENT, "episode_games:Game")], 3)
         call = partial(pool.request, ENVIRONMENT, "episode_games:Game")
@@ -228,7 +228,7 @@ def test_a_class_that_cannot_be_used(name: str, words: str) -> None:
     ],
 )
 def test_an_environment_that_gives_something_else(tmp_path: Path, name: str, words: str) -> None:
-    environment = caller_of(load_function(ENVIRONMENT, f"episode_games:{name}"))
+    environment = TextEnvironment.answer(f"episode_games:{name}", is_limited=False)
     episode = Episode(1, ("one", "hi"), ("Go | one" if name == "Scores" else "",), name == "Scores")
     with pytest.raises(ValueError, match=r"^rollout\.environment: episode_games:") as raised:
         environment("Go", "hi", {"log": str(tmp_path / "log")}, "a:1", episode)

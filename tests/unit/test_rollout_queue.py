@@ -17,19 +17,18 @@ from kit.on_policy_runs import PROMPTS, SAMPLES, STEPS, LateEngine, episodic, on
 from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.agents.replies import TextReplies
-from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, POLICY_VERSION
 from stillhouse.rollout import (
-    POLICY_VERSION,
     Completion,
     RolloutQueue,
     Sample,
     Samples,
     SourceSettings,
     TargetRules,
-    require_versions,
     step_documents,
 )
 from stillhouse.rollout.plan import RolloutSchedule
+from stillhouse.rollout.queue import require_versions
 from stillhouse.rollout.reward import mean_and_deviation, rewards_are_equal, with_advantages
 from stillhouse.rollout.turns import done
 from stillhouse.user_code.functions import UserFunctionError
