@@ -145,6 +145,11 @@ def _row_counts(
 def _teacher_cross_entropy(signals: Mapping[str, Signal], targets: DistillTargets) -> Tensor:
     (signal,) = signals.values()
     assert isinstance(signal, FullVocab)
-    weights: dict[str, Any] = {"weights_T": targets.weights_T, "valid_index": targets.valid_index}
-    terms = [CrossEntropy(targets.labels_T)]
-    return linear_objective(signal.hidden_TE, signal.head, terms, **weights).metrics["cross_entropy"]
+    output = linear_objective(
+        signal.hidden_TE,
+        signal.head,
+        [CrossEntropy(targets.labels_T)],
+        weights_T=targets.weights_T,
+        valid_index=targets.valid_index,
+    )
+    return output.metrics["cross_entropy"]

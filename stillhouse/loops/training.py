@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stillhouse.checkpoint.checkpoint_folder import ROLLOUTS, IntactCheckpoint, prune
+from stillhouse.checkpoint.resume import RunIdentity
 from stillhouse.checkpoint.save import load_checkpoint, read_queue, require_room, save_checkpoint
 from stillhouse.config import ConfigError
 from stillhouse.engine.engine import StepOutput
@@ -16,7 +17,7 @@ from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluati
 from stillhouse.loops.held_out import held_out_metrics
 from stillhouse.loops.not_finite import not_finite_error
 from stillhouse.loops.prompt_evaluation import PROMPTS
-from stillhouse.loops.session import RolloutPlan, Session
+from stillhouse.loops.session import Models, RolloutPlan, Session
 from stillhouse.loops.step_metrics import step_metrics
 from stillhouse.models import NotFiniteError
 from stillhouse.objective.metrics import CHUNK_TOKENS
@@ -215,7 +216,8 @@ def training(
         if is_first():
             sections = ((), None) if rollout is None else (rollout.configs, rollout.config)
             functions = FunctionStates(loaded_functions(schedule.eval_config, *sections))
-    progress = _progress(session, folder, checkpoint, queue, functions)
+    arguments = folder, checkpoint, queue, functions
+    progress = _progress(models, session.identity, schedule.steps, *arguments, on_policy=rollout is not None)
     if progress.step < schedule.steps:
         require_room(folder.checkpoints, models.engine)  # otherwise all steps could be trained and lost
     with ExitStack() as stack:
@@ -241,19 +243,23 @@ def training(
 
 
 def _progress(
-    session: Session,
+    models: Models,
+    identity: RunIdentity,
+    steps: int,
     folder: RunFolder,
     checkpoint: IntactCheckpoint | None,
     queue: RolloutQueue | None,
     functions: FunctionStates | None,
+    *,
+    on_policy: bool,
 ) -> Progress:
     """Load the checkpoint, if there is one, and return the run's progress at its start."""
-    progress, ranks, identity, steps = Progress(), session.models.ranks, session.identity, session.schedule.steps
+    progress = Progress()
     if checkpoint is not None:
-        progress = load_checkpoint(checkpoint, session.models.engine)
+        progress = load_checkpoint(checkpoint, models.engine)
         if folder.owns(checkpoint.path):
-            if session.rollout is not None:
-                with ranks.all_raise(DamagedCheckpointError):
+            if on_policy:
+                with models.ranks.all_raise(DamagedCheckpointError):
                     try:
                         if queue is not None:  # only rank 0 has it
                             queue.restore(read_queue(checkpoint), progress.step)
@@ -262,7 +268,7 @@ def _progress(
                             f"{checkpoint.path / ROLLOUTS} is not what this run has written: {error}; restore it, or "
                             f"remove {checkpoint.path}, so that the run continues from the checkpoint before it"
                         ) from error
-            with ranks.all_raise(UserFunctionError):
+            with models.ranks.all_raise(UserFunctionError):
                 if functions is not None:
                     functions.load(progress.functions, progress.sources, warn)
         if progress.step > steps:

@@ -129,9 +129,17 @@ class Decoder(nn.Module):
 
         Raises ValueError for a model that cannot be found, read or wrapped, and for a checkpoint that lacks weights.
         """
-        options: dict[str, Any] = {"revision": revision, "dtype": dtype, "attention": attention, "device": device}
-        options |= {"trust_remote_code": trust_remote_code, "quantize": quantize, "trained": trained}
-        model = load_causal_lm(name_or_path, multimodal=multimodal, **options)
+        model = load_causal_lm(
+            name_or_path,
+            revision=revision,
+            dtype=dtype,
+            attention=attention,
+            trust_remote_code=trust_remote_code,
+            quantize=quantize,
+            trained=trained,
+            multimodal=multimodal,
+            device=device,
+        )
         what = f"model '{escaped(os.fspath(name_or_path))}'"
         if dtype is None and model.dtype.itemsize < torch.float32.itemsize:
             saved = f"{what} computes in {str(model.dtype).removeprefix('torch.')}, in which its weights were saved: "

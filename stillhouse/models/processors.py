@@ -262,8 +262,14 @@ def policy_gradient(
 def _objective(
     hidden_states: Tensor, head: OutputHead, terms: Sequence[Term], targets: Targets, normalizer: float | Tensor
 ) -> ObjectiveOutput:
-    rows: dict[str, Any] = {"weights_T": targets.weights_T, "valid_index": targets.valid_index}
-    return linear_objective(hidden_states.flatten(0, -2), head, terms, normalizer=normalizer, **rows)
+    return linear_objective(
+        hidden_states.flatten(0, -2),
+        head,
+        terms,
+        weights_T=targets.weights_T,
+        normalizer=normalizer,
+        valid_index=targets.valid_index,
+    )
 
 
 def by_depth(main: OutputProcessor, mtp_targets: OutputProcessor) -> OutputProcessor:

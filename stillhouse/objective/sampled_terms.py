@@ -137,8 +137,9 @@ class SampledKL(SampledTerm):
                 f"correction={self.correction.kind!r} without old_log_probs_T: expected the log-probabilities with "
                 "which the tokens were sampled"
             )
-        names = ("teacher_log_probs_T", "old_log_probs_T")
-        check_sampled_tokens(self.labels_T, **{name: getattr(self, name) for name in names})
+        check_sampled_tokens(
+            self.labels_T, teacher_log_probs_T=self.teacher_log_probs_T, old_log_probs_T=self.old_log_probs_T
+        )
         for value in distinct_temperatures(self._sampling_temperature):
             check_temperature(value)
 
@@ -224,8 +225,13 @@ class PolicyGradient(SampledTerm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = ("advantages_T", "old_log_probs_T", "reference_log_probs_T", "sequence_ratios_T")
-        check_sampled_tokens(self.labels_T, **{name: getattr(self, name) for name in names})
+        check_sampled_tokens(
+            self.labels_T,
+            advantages_T=self.advantages_T,
+            old_log_probs_T=self.old_log_probs_T,
+            reference_log_probs_T=self.reference_log_probs_T,
+            sequence_ratios_T=self.sequence_ratios_T,
+        )
         if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
             raise ValueError(
                 f"clip_low={self.clip_low}, clip_high={self.clip_high}: expected 0 ≤ clip_low ≤ 1 and clip_high ≥ 0 "

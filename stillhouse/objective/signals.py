@@ -259,8 +259,11 @@ class SpanSignal(Signal):
     continuation_weights_T: Tensor
 
     def __post_init__(self) -> None:
-        names = ("first_weights_T", "continuation_weights_T")
-        check_per_token(self.first.tokens, **{name: getattr(self, name) for name in names})
+        check_per_token(
+            self.first.tokens,
+            first_weights_T=self.first_weights_T,
+            continuation_weights_T=self.continuation_weights_T,
+        )
 
 
 def _rows_of(value: Any, rows: RowIndex) -> Any:
