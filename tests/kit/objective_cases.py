@@ -301,13 +301,14 @@ def run(
     terms: Sequence[Term],
     *,
     head: dict[str, Any] | None = None,
+    upstream: float = 1.0,
     **options: Any,
 ) -> Result:
     """Run the objective on copies of the leaves, and return its output and gradients."""
     copies = trainable(leaves)
     head_of_copies = OutputHead(copies["weight"], copies.get("bias"), **(head or {}))
     output = objective(copies["hidden"], head_of_copies, terms, **options)
-    output.loss.backward()
+    (output.loss * upstream).backward()
     return Result(output, {name: leaf.grad for name, leaf in copies.items() if leaf.grad is not None})
 
 
