@@ -27,7 +27,7 @@ from stillhouse.engine.state_folder import write_tensors
 from stillhouse.models import OutputProcessor, evaluating
 from stillhouse.objective import ObjectiveOutput, RoutedSignal, Signal, Signals, SpanSignal
 from stillhouse.objective.divergence import Divergence
-from stillhouse.objective.formulas import forward_kl
+from stillhouse.objective.divergences import forward_kl
 from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec

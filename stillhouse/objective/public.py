@@ -1,7 +1,7 @@
 """The public names of the package, which `__init__.py` imports at their first use."""
 
 from stillhouse.objective.divergence import Divergence
-from stillhouse.objective.formulas import (
+from stillhouse.objective.divergences import (
     alpha_beta,
     forward_kl,
     jsd,

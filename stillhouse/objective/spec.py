@@ -7,8 +7,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence, weighted_parts
+from stillhouse.objective.divergences import DIVERGENCES, weighted_sum
 from stillhouse.objective.expression import expression_fields
-from stillhouse.objective.formulas import DIVERGENCES, weighted_sum
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.metrics import ADVANTAGES, OLD_LOG_PROBS, SAMPLING
 from stillhouse.objective.parameters import PARAMETERS, DivergenceKinds, PolicySettings

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence, WeightedSum, weighted_parts
-from stillhouse.objective.formulas import ForwardKL, ReverseKL
+from stillhouse.objective.divergences import ForwardKL, ReverseKL
 from stillhouse.objective.numerics import expect, is_readable
 from stillhouse.objective.signals import RowIndex, Sampled, Signal, SparseSignal, check_temperature
 from stillhouse.objective.sparse import sampled, sparse

@@ -23,7 +23,7 @@ from stillhouse.objective import (
     skew_reverse_kl,
     total_variation,
 )
-from stillhouse.objective.formulas import DIVERGENCES
+from stillhouse.objective.divergences import DIVERGENCES
 
 
 def random_log_probs(rows: int = 40, vocabulary: int = 23, *, seed: int = 0, sharpness: float = 2.0) -> Tensor:

@@ -19,7 +19,7 @@ import stillhouse.objective
 from stillhouse import Decoder
 from stillhouse.config import load_config
 from stillhouse.models import processors
-from stillhouse.objective.formulas import DIVERGENCES
+from stillhouse.objective.divergences import DIVERGENCES
 from stillhouse.objective.spec import parse_objective
 from stillhouse.tools.demo.student import TEACHER, save_new_student
 

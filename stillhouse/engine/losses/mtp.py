@@ -24,7 +24,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.families import ModelFacts
 from stillhouse.models.processors import DistillTargets, full_vocab
 from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
-from stillhouse.objective.formulas import total_variation
+from stillhouse.objective.divergences import total_variation
 from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, read_objective
 from stillhouse.parallel import DistributedStudent, NextTokens

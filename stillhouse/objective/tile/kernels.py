@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.dry_run import replaceable
-from stillhouse.objective.formulas import ForwardKL, JensenShannon, ReverseKL
+from stillhouse.objective.divergences import ForwardKL, JensenShannon, ReverseKL
 from stillhouse.objective.numerics import SERIES_TERMS, log_one_plus_series
 from stillhouse.objective.tile.compiled import run_rows
 from stillhouse.objective.tile.pointwise import gradient, normalized_sums, raw_sums
