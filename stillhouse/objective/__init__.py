@@ -4,7 +4,7 @@ The package depends only on torch. `reference.dense_objective` computes the same
 autograd. In reading order:
 
     reference.py                         the whole computation, slow and short
-    divergence.py, divergences.py           divergences, each as a value and a slope
+    divergence.py, divergences.py        divergences, each as a value and a slope
     head.py, signals.py, terms.py        the inputs of a pass: the student's head, teachers' signals, weighted terms
     fused_objective.py                   the pass, and its connection to autograd
     tile/chunks.py, tile/tile.py         its loop over chunks, and the work on one chunk

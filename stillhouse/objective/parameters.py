@@ -1,7 +1,7 @@
 """The parameters that an expression can set, with their allowed values: those of divergences and policy gradients.
 
-Needs no torch, so that a command refuses a misspelt loss before it imports torch. `divergences.py` has the maths of each
-divergence, and `PolicyGradient` in `sampled_terms.py` that of policy gradients. The entry points of the group
+Needs no torch, so that a command refuses a misspelt loss before it imports torch. `divergences.py` has the maths of
+each divergence, and `PolicyGradient` in `sampled_terms.py` that of policy gradients. The entry points of the group
 `stillhouse.divergences` refer to these classes.
 """
 
