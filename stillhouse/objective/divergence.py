@@ -8,8 +8,9 @@ The functions return q·h instead of h: −p/q overflows where q underflows, but
 
 Over complete distributions Σ(q − p) is 0. So adding c (q − p) to f, and c to h, changes neither D nor its gradient,
 for any constant c. Each divergence in `divergences.py` names a c with which f is never negative, and f and h are 0
-where p = q. With this c, a small divergence is a sum of small numbers. So it keeps its digits where student and teacher are
-close and both give one token a probability near 1 (`numerics.py`). The pass sums these "balanced" functions:
+where p = q. With this c, a small divergence is a sum of small numbers. So it keeps its digits where student and
+teacher are close and both give one token a probability near 1 (`numerics.py`). The pass sums these "balanced"
+functions:
 
     balanced        f + c (q − p)
     balanced_slope  q (h + c)
