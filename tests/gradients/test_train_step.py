@@ -275,7 +275,7 @@ def test_a_teacher_with_more_rows_than_the_student_is_fine(tmp_path: Path) -> No
     model.resize_token_embeddings(400)
     runner = single_process_runner(session.models.student, Decoder(model))
     engine = TorchEngine(runner, session.loss.spec)
-    session = replace(session, models=replace(session.models, engine=engine, source=InStageTeacher(runner)))
+    session = replace(session, models=replace(session.models, engine=engine, source=InStageTeacher()))
     without = gradients_of(session, step_batches(session))
     assert with_padding[0] == pytest.approx(without[0], rel=1e-6)
     assert_near(with_padding[1], without[1], 1e-5)
