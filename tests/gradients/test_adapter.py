@@ -135,6 +135,11 @@ def test_targets_are_ends_of_names(targets: list[str], placed: set[str]) -> None
     assert decoder.lora.layers == len(names)
 
 
+def test_a_head_that_is_not_the_embedding_is_named_alone() -> None:
+    with pytest.raises(ValueError, match=r"'lm_head' is the output head \('lm_head'\), which cannot have a LoRA"):
+        adapted(tied=False, targets=["lm_head"])
+
+
 def test_names_that_peft_takes_for_experts_are_refused() -> None:
     config = FAMILIES["qwen3_moe"](mlp_only_layers=[0])
     decoder = Decoder(AutoModelForCausalLM.from_config(config), verify=False)

@@ -221,6 +221,21 @@ def test_half_precision_student_close_to_its_teacher(
         assert rounds_operands or distance(rounded[name], gradient) >= max(10 * error, 1e-2), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_normalizer_changes_nothing_but_the_scale(dtype: torch.dtype) -> None:
+    leaves, terms = leaves_of(dtype=dtype), plain_terms(dtype=dtype)
+    plain = run(linear_objective, leaves, terms).gradients
+    for normalizer in (1e-6, 1e-3, 3.0, 1e3, 1e6):
+        gradients = run(linear_objective, leaves, terms, normalizer=normalizer).gradients
+        for name, gradient in plain.items():
+            actual = gradients[name].double() * normalizer
+            rounding = 2 * torch.finfo(dtype).eps
+            torch.testing.assert_close(actual, gradient.double(), rtol=rounding, atol=1e-30, msg=name)
+    for normalizer in (2.0**-20, 2.0**20):  # exact in every dtype
+        gradients = run(linear_objective, leaves, terms, normalizer=normalizer).gradients
+        assert all(torch.equal(gradients[name] * normalizer, gradient) for name, gradient in plain.items())
+
+
 # the number of compilations
 
 

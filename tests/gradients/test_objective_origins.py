@@ -104,6 +104,17 @@ def test_equal_objectives_are_the_plain_one_to_the_bit() -> None:
     assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
 
 
+def test_one_value_for_several_origins_has_the_plain_gradient_to_the_bit() -> None:
+    """Two terms with one divergence, apart by their weights: each row has the coefficients of one term."""
+    parts = {"dataset": parse_objective("forward_kl"), "student": parse_objective("forward_kl")}
+    batch, signal = batch_of(torch.float32), make_signal("full", dtype=torch.float32)
+    batch = replace(batch, per_token=batch.per_token | {POLICY_VERSION: batch.per_token[POLICY_VERSION].fill_(-1)})
+    output, gradients = fused(ObjectiveSpec(by_origin=parts), make_leaves(dtype=torch.float32), batch, signal)
+    plain_output, expected = fused(parts["dataset"], make_leaves(dtype=torch.float32), batch, signal)
+    assert distance(output.loss, plain_output.loss) < 1e-6
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+
+
 def test_the_objectives_of_all_origins_share_one_pass() -> None:
     def products(spec: ObjectiveSpec) -> int:
         with Largest() as recorder:

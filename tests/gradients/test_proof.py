@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from stillhouse.models import Decoder, ProofError, document_packing, prove_decoder
 from stillhouse.models.document_packing import PackingError
+from stillhouse.models.load_proof import ProbeDocuments
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 #: families whose documents in one row see each other
@@ -136,3 +137,26 @@ def test_mtp_layers_are_proven_with_their_decoder() -> None:
     decoder.mtp.layers[1].register_forward_hook(lambda _, __, hidden: hidden + 0.01 * hidden.cumsum(1))
     with pytest.raises(ProofError, match="see each other"):
         prove_decoder(decoder)
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 3, 8, 24])
+@pytest.mark.parametrize("depths", [0, 3])
+def test_only_what_lies_around_a_beginning_changes(multiple: int, depths: int) -> None:
+    probe = ProbeDocuments.of(251, depths=depths, multiple=multiple)
+    rows, columns = probe.ids_BS.shape
+    assert columns % multiple == 0
+    for row in range(4):
+        first, second = probe.beginnings(row, depths)
+        changed_S = probe.ids_BS[row] != probe.exchanged_ids_BS[row]
+        start = probe.starts_B[row]
+        assert probe.position_ids_BS[row].tolist() == [*range(start), *range(columns - start)]
+        for part, end in ((first, start), (second, columns)):
+            assert part.start < part.stop
+            assert not changed_S[part.start : part.stop + depths].any()
+            assert changed_S[part.stop + depths : end].all()
+    assert torch.equal(probe.ids_BS[4, : probe.starts_B[4]], probe.ids_BS[2, probe.starts_B[2] :])
+    start = probe.starts_B[5]
+    assert torch.equal(probe.exchanged_ids_BS[5:, :start], probe.ids_BS[5:, :start].flip(0))
+    assert (probe.exchanged_ids_BS != probe.ids_BS)[5:, :start].all()
+    assert torch.equal(probe.exchanged_ids_BS[5:, start:], probe.ids_BS[5:, start:])
+    assert rows == 7

@@ -1,6 +1,6 @@
 """Signal sources: requests ahead, the routing table of a separate teacher, and teachers that read other tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,6 +99,23 @@ def test_requests_run_as_far_ahead_as_the_source_can_use(steps_ahead: int, expec
         assert len(signals.result()) == len(micro_batches)
         source.events.append("step")
     assert source.events == expected
+
+
+def test_a_step_that_is_built_early_is_requested_at_its_turn() -> None:
+    source = RecordedRequests(1)
+
+    def steps() -> Iterator[ShardedMicroBatches]:
+        for count in (1, 2, 3):
+            source.events.append(f"build {count}")
+            yield ShardedMicroBatches([micro_batch()] * count, StepMicroBatches([micro_batch()] * count))
+
+    requests = RequestedSteps(source, steps())
+    for micro_batches, _ in requests:
+        requests.build_next()
+        requests.build_next()
+        source.events.append(f"step {len(micro_batches)}")
+    first = ["build 1", "request 1", "build 2", "request 2", "build 3"]
+    assert source.events == [*first, "step 1", "request 3", "step 2", "step 3"]
 
 
 def micro_batch(seed: int = 0) -> MicroBatch:

@@ -1,6 +1,7 @@
 """A step's loss and gradient against a plain computation: transformers' logits, log_softmax, and one backward."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from stillhouse.data import MicroBatch, PackedSequences, StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.off_policy import train
 from stillhouse.loops.session import Session
+from stillhouse.models import Decoder
 from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signal
 from stillhouse.output.folder import RunFolder, init_run_dir
+from stillhouse.parallel import single_process_runner
+from stillhouse.signals import InStageTeacher
 
 WORDS = ["The", "still", "is", "heated", "slowly", "and", "what", "boils", "first", "leaves", "first", "the", "heads"]
 
@@ -257,3 +261,21 @@ def test_matrices_decay_and_vectors_do_not(tmp_path: Path) -> None:
     for name, parameter in session.models.student.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name] * (0.9 if parameter.dim() >= 2 else 1.0))
         assert parameter.grad is None
+
+
+def test_a_teacher_with_more_rows_than_the_student_is_fine(tmp_path: Path) -> None:
+    """Models of one tokenizer may have 151,936 and 152,064 rows; the padded rows get no probability."""
+    save_model(tmp_path / "student", seed=1)
+    save_model(tmp_path / "teacher", "qwen3", seed=2, change=lambda model: model.resize_token_embeddings(416))
+    session = session_of(tmp_path)
+    assert session.models.teacher is not None
+    assert (session.models.student.vocabulary_rows, session.models.teacher.vocabulary_rows) == (400, 416)
+    with_padding = gradients_of(session, step_batches(session))
+    model = session.models.teacher.pretrained
+    model.resize_token_embeddings(400)
+    runner = single_process_runner(session.models.student, Decoder(model))
+    engine = TorchEngine(runner, session.loss.spec)
+    session = replace(session, models=replace(session.models, engine=engine, source=InStageTeacher()))
+    without = gradients_of(session, step_batches(session))
+    assert with_padding[0] == pytest.approx(without[0], rel=1e-6)
+    assert_near(with_padding[1], without[1], 1e-5)

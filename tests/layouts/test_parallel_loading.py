@@ -71,6 +71,15 @@ def test_a_buffer_without_a_rule_is_refused(tmp_path: Path, dtype: torch.dtype) 
         load_weights(decoder, tmp_path, torch.device("cpu"))
 
 
+def test_the_generation_configuration_comes_along(tmp_path: Path) -> None:
+    model = build("llama")
+    model.generation_config.max_length = 77
+    model.save_pretrained(tmp_path)
+    assert empty_decoder(tmp_path).pretrained.generation_config.max_length == 77
+    (tmp_path / "generation_config.json").unlink()
+    assert empty_decoder(tmp_path).pretrained.generation_config.max_length != 77
+
+
 @pytest.mark.parametrize(
     "model",
     [

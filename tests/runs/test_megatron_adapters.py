@@ -9,6 +9,7 @@ from kit import slow
 from kit.megatron_runs import (
     LIMIT,
     assert_near_losses,
+    assert_parity,
     assert_same,
     assert_same_steps,
     kill,
@@ -99,6 +100,12 @@ def test_a_base_in_bfloat16_has_an_adapter_in_float32(tmp_path: Path) -> None:
     out, other = megatron(tmp_path, "megatron", 2, "parallel.fsdp=2", *BF16), of_torch(tmp_path, *BF16)
     assert_same_adapters(out, other, tolerance=0.2)
     assert_near_losses(out, other)
+
+
+@pytest.mark.slow
+def test_parity_compares_the_gradients_of_a_drawn_adapter(tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+    assert len(assert_parity(tmp_path)) == 5
 
 
 def test_a_stage_without_an_adapter_is_refused(tmp_path: Path) -> None:

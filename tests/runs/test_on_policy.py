@@ -20,7 +20,9 @@ from kit.signal_hooks import signal_at
 from kit.toy_tokenizer import toy_tokenizer
 from safetensors.torch import load_file
 
+from stillhouse.checkpoint.resume import decisive_values
 from stillhouse.config import ConfigError
+from stillhouse.config.read_config import dotted_values
 from stillhouse.run.run import distill, prepare
 
 HOOKS = """
@@ -245,6 +247,14 @@ def test_a_decay_changes_no_mean_of_entropies(tmp_path: Path) -> None:
             assert line[key] == pytest.approx(plain[key], rel=0.25)
         assert line["loss/jsd(0.5)_nats_per_token"] < 0.5 * plain["loss/jsd(0.5)_nats_per_token"]
         assert line["train/agreement"] <= 1
+
+
+def test_runs_of_versions_without_a_key_go_on(tmp_path: Path) -> None:
+    config = write_on_policy_run(tmp_path)
+    assert "rollout.deviation" not in decisive_values(dotted_values(config))
+    assert config.rollout is not None
+    other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"deviation": "sample"})})
+    assert decisive_values(dotted_values(other))["rollout.deviation"] == "sample"
 
 
 def test_prompts_alone_need_no_completions(tmp_path: Path) -> None:

@@ -25,6 +25,29 @@ def uniform(rows: int, draws: int = DRAWS, document: int = 7) -> Tensor:
     return torch.from_numpy(uniform_numbers(document.to_bytes(16, "little"), range(rows), draws))
 
 
+def dense(signal: dict[str, Tensor]) -> Tensor:
+    """How often each id of the vocabulary was drawn, [C, V] float64."""
+    total_CV = torch.zeros(len(signal["ids"]), VOCABULARY + 1, dtype=torch.float64)
+    columns_CM = signal["ids"].long().where(signal["ids"] >= 0, VOCABULARY)
+    return total_CV.scatter_add_(1, columns_CM, signal["counts"].double())[:, :-1]
+
+
+def test_draws_are_unbiased() -> None:
+    """6 rows, 40,000 draws each: the chi-square statistic of 250 degrees of freedom stays below its 1e-6 quantile."""
+    torch.manual_seed(0)
+    hidden_CE, weight_VE = torch.randn(6, 16), torch.randn(VOCABULARY, 16) * 0.5
+    p_CV = (hidden_CE.double() @ weight_VE.double().T / 2.0).softmax(1)
+    total_CV = torch.zeros(6, VOCABULARY, dtype=torch.float64)
+    for document in range(800):
+        total_CV += dense(draw_ids(hidden_CE, OutputHead(weight_VE), uniform(6, document=document), 2.0))
+    assert (total_CV.sum(1) == 40_000).all()
+    expected_CV = 40_000 * p_CV
+    likely_CV = expected_CV > 5
+    squares_CV = ((total_CV - expected_CV).square() / expected_CV).masked_fill(~likely_CV, 0.0)
+    assert (squares_CV.sum(1) < 370).all()
+    assert (squares_CV.sum(1) > 0.4 * likely_CV.sum(1)).all()  # a copy of p would have no variance
+
+
 def test_peaked_rows_and_ids_without_mass() -> None:
     logits_V3 = torch.full((VOCABULARY, 3), -torch.inf)
     logits_V3[[4, 250], 0] = 0.0

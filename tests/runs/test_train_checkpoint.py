@@ -25,6 +25,7 @@ from stillhouse.loops.session import Session
 from stillhouse.models import Decoder
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output import disk
+from stillhouse.output.disk import atomic_folder
 from stillhouse.output.progress import Progress, State, write_state
 from stillhouse.parallel import empty_decoder, single_process_runner
 
@@ -70,6 +71,31 @@ def test_a_checkpoint_restores_weights_optimizer_and_random_state(tmp_path: Path
         assert float(other.state[two]["step"]) == 1
     assert [group["weight_decay"] for group in other.param_groups] == [0.1, 0.0]
     assert [group["lr"] for group in other.param_groups] == [1e-2, 1e-2]
+
+
+@pytest.mark.parametrize("case", ["unused", "frozen"])
+def test_parameters_without_a_gradient_are_no_obstacle(tmp_path: Path, case: str) -> None:
+    """An image model's vision tower, for example, gets no gradient from text."""
+
+    def prepared() -> Session:
+        session = session_of(tmp_path, **OPTIMIZER)
+        if case == "unused":
+            session.models.student.backbone.register_parameter("tower", torch.nn.Parameter(torch.ones(3)))
+        else:
+            session.models.student.head.requires_grad_(False)
+        return session
+
+    session = prepared()
+    optimizer = stepped(session)
+    path = save_checkpoint(tmp_path / "saved", Progress(1), session.models.engine, session.data.tokenizer)
+    again = prepared()
+    other = again.models.engine.optimizer
+    load_checkpoint(verified(path), again.models.engine)
+    for one, two in zip(session.models.student.parameters(), again.models.student.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert one.requires_grad == two.requires_grad
+        assert (one in optimizer.state) == (two in other.state)
+        assert all(torch.equal(moment, other.state[two][key]) for key, moment in optimizer.state.get(one, {}).items())
 
 
 def fake(folder: Path, step: int, **figures: float) -> Path:
@@ -135,6 +161,24 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path, keep: int, best: 
     fake(tmp_path, 7)
     prune(tmp_path, keep, best)
     assert names(tmp_path) == [f"step-{step:08d}" for step in left]
+
+
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    def write(text: str, error: bool) -> None:
+        with atomic_folder(tmp_path / "x" / "model") as partial:
+            (partial / "a").write_text(text)
+            if error:
+                raise KeyError(text)
+
+    with pytest.raises(KeyError):
+        write("one", error=True)
+    assert not (tmp_path / "x" / "model").exists()
+    write("two", error=False)
+    with pytest.raises(KeyError):
+        write("three", error=True)
+    assert (tmp_path / "x" / "model" / "a").read_text() == "two"
+    write("four", error=False)
+    assert contents(tmp_path / "x") == {"model/a": b"four"}
 
 
 def kill_while_saving(function: str, step: int) -> None:

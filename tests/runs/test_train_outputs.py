@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from kit.runs import contents, forward_backward, metrics, run, session_of, write_records, write_run
 from kit.toy_tokenizer import toy_tokenizer
 
@@ -215,3 +216,12 @@ def test_check_says_that_a_run_would_continue_or_is_complete(tmp_path: Path) -> 
     (tmp_path / "train.jsonl").write_text('{"text": "other data"}\n')
     failed = run("check", tmp_path / "run.yaml", code=1)
     assert "error: data.train: the documents have changed since " in failed.err
+
+
+def test_a_json_file_is_never_half_written(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_json("x.json", {"a": "ß"})
+    with pytest.raises(TypeError):
+        folder.write_json("x.json", {"a": torch.zeros(1)})
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": "ß"}
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]

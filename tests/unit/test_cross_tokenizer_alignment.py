@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.documents import documents_of
 from kit.two_tokenizers import NAMES, are_characters, bytes_of, cut_within_a_text, tokenizer, vocabulary_bytes
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from stillhouse.data import DataError, Documents
 from stillhouse.data.render.alignment import AlignedDocument, Aligner
-from stillhouse.data.render.token_bytes import TokenBytes
+from stillhouse.data.render.token_bytes import BYTE_OF, TokenBytes
 
 PAIRS = [(one, other) for one in NAMES for other in NAMES]
 TEXTS = [
@@ -31,6 +31,13 @@ TEXTS = [
 def ids_of(made: PreTrainedTokenizerBase, text: str) -> np.ndarray:
     """The document of a text, as the student's templates make it."""
     return np.array([*made(text)["input_ids"], made.eos_token_id], dtype=np.int32)
+
+
+def test_the_alphabet_is_that_of_the_tokenizers_library() -> None:
+    assert set(BYTE_OF) == set(pre_tokenizers.ByteLevel.alphabet())
+    everything = "".join(map(chr, range(0x800))) + "€😀"
+    encoded = "".join(part for part, _ in pre_tokenizers.ByteLevel(False, False, False).pre_tokenize_str(everything))
+    assert bytes(BYTE_OF[character] for character in encoded) == everything.encode()
 
 
 @cache

@@ -17,6 +17,7 @@ from torch import Tensor
 from stillhouse.engine import loss
 from stillhouse.objective import (
     CrossEntropy,
+    DenseLogits,
     Entropy,
     FullVocab,
     OutputHead,
@@ -31,12 +32,14 @@ from stillhouse.objective import (
     metrics,
     public,
     reference,
+    reverse_kl,
     spec,
 )
 from stillhouse.objective.divergence import Divergence, Sides
 from stillhouse.objective.metrics import IS_SAMPLED
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
 from stillhouse.objective.tile.tile import TermResult, Tile
+from stillhouse.objective.tile.tile_plan import TilePlan
 
 
 class Chi2(Divergence):
@@ -169,6 +172,22 @@ class ReadsTooMuch(Entropy):
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
         return TermResult(tile.log_probs_at(torch.zeros(37, dtype=torch.int64), self.temperature)[:, 0], {})
+
+
+def test_a_quantity_that_no_term_requested_cannot_be_read() -> None:
+    signal = DenseLogits(torch.zeros(37, 251))
+    plan = TilePlan()
+    plan.pair(forward_kl(), signal, 2.0)
+    plan.close()
+    for read in (
+        lambda: plan.softmax(1.0),
+        lambda: plan.entropy(2.0),
+        lambda: plan.teacher(DenseLogits(torch.zeros(37, 251)), 2.0),
+        lambda: plan.pair(reverse_kl(), signal, 2.0),
+        lambda: plan.logits_at(torch.arange(37)),
+    ):
+        with pytest.raises(LookupError, match="no term has requested it"):
+            read()
 
 
 def test_a_term_that_reads_what_it_did_not_request_is_refused() -> None:

@@ -233,6 +233,15 @@ def test_the_share_is_exact_over_many_steps_and_each_step_has_as_many_completion
     assert not counts or max(counts.values()) - min(counts.values()) <= 1
 
 
+def test_seeds_differ_by_sample_and_turn_and_are_those_of_the_run() -> None:
+    plan = one_source_plan(PROMPTS, 0, 4, SAMPLES, seed=3)
+    seeds = [plan.sample_seed(sample, turn) for sample in range(50) for turn in range(3)]
+    assert len(set(seeds)) == 150
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert plan.sample_seed(7, 1) == one_source_plan(1, 0, 9, 2, seed=3).sample_seed(7, 1)
+    assert plan.sample_seed(7, 1) != one_source_plan(PROMPTS, 0, 4, SAMPLES, seed=4).sample_seed(7, 1)
+
+
 def sample(
     number: int, reward: float | None = None, versions: Sequence[int] = (0, 0), finish: Any = "stop"
 ) -> Sample:

@@ -41,6 +41,18 @@ def publish_on(model: Path, folder: Path, layout: str, bucket_bytes: int, lora: 
     return Path(path)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "gpt2", "qwen3_moe"])
+def test_one_process_writes_the_files_of_save_pretrained(tmp_path: Path, family: str, tied: bool) -> None:
+    build(family, tied=tied).save_pretrained(tmp_path / "model")
+    student = Decoder.from_pretrained(tmp_path / "model", dtype="bfloat16")
+    student.save_pretrained(tmp_path / "saved")
+    published = publish(single_process_runner(student, None), tmp_path / "weights", 3)
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (published / name).read_bytes() == (tmp_path / "saved" / name).read_bytes(), name
+    assert read_manifest(published).dtypes == ["BF16"]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_files_are_at_most_a_bucket_and_transformers_reads_them(tmp_path: Path, family: str) -> None:
     build(family).save_pretrained(tmp_path / "model")
