@@ -13,14 +13,23 @@ from pathlib import PurePath
 from typing import Annotated, Any, ClassVar
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    create_model,
+    model_validator,
+)
 from pydantic_core.core_schema import CoreSchema, literal_schema
 
 from stillhouse.config.errors import ConfigError
 from stillhouse.registry import distribution, load, registered
 
-#: the beginning of this distribution with its version
-_OWN = "stillhouse "
+#: how the object of an entry point begins if it is in this project; a fork may have another distribution name
+_OWN = ("stillhouse.", "stillhouse:")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 #: a parameter of an address whose value is a secret
 _SECRET_PARAMETER = re.compile(
@@ -57,12 +66,13 @@ class Section(BaseModel):
     )
     #: keys of earlier versions: the value that a key had if it was left out, and since when and why it is gone
     removed: ClassVar[Removed] = {}
-    #: by the names of add-ons with keys here, the error if another key has the name (see `keys_of_add_ons`)
+    #: for each key of an add-on in this section, the error if the section has this name already (`keys_of_add_ons`)
     add_ons: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
+        """Raise ValueError if a key of an add-on has the name of another key or of an attribute."""
         super().__init_subclass__(**options)
-        classes = [part for part in cls.__mro__ if "add_ons" not in vars(part)]
+        classes = [part for part in cls.__mro__ if not vars(part).get("add_ons")]
         keys = {name for part in classes for name in (*vars(part), *get_annotations(part))}
         for name, error in cls.add_ons.items():
             if name in keys:
@@ -83,6 +93,17 @@ class Section(BaseModel):
         """The error for a key of this section that is in `removed`."""
         _, reason = cls.removed[key.rpartition(".")[2]]
         return ConfigError(key, f"does not exist any more: {reason}; leave it out")
+
+
+def removed_value(value: str, reason: str, expected: str) -> BeforeValidator:
+    """A validator that refuses a value of earlier versions. reason: since when and why the value is gone."""
+
+    def check(given: Any) -> Any:
+        if given == value:
+            raise ValueError(f"{value} does not exist any more: {reason}; expected {expected}")
+        return given
+
+    return BeforeValidator(check)
 
 
 def text_list(texts: str | list[str] | None) -> list[str]:
@@ -150,15 +171,17 @@ def keys_of_add_ons(group: str, section: str, kind: Any = None, description: str
     """
     fields, errors = dict[str, Any](), dict[str, str]()
     for name, point in registered(group).items():
-        if (owner := distribution(point)).startswith(_OWN):
+        if point.value.startswith(_OWN):
             continue
-        errors[name] = f"{owner} registers {name!r} in {group}, and {section}.{name} is a key already: register it "
-        errors[name] += "under another name"
-        if kind is not None:
-            text = description.format(name=name, distribution=owner)
-            fields[name] = kind, Field(default=None, description=text)
-        elif field := load(group, name).field:
+        owner = distribution(point)
+        text = description.format(name=name, distribution=owner)
+        field = load(group, name).field if kind is None else (kind, Field(default=None, description=text))
+        if field:
             fields[name] = field
+            errors[name] = (
+                f"{owner} registers {name!r} in {group}, and {section}.{name} is the name of a key or an attribute "
+                "already: register it under another name"
+            )
     keys = create_model("_Keys", __base__=Section, **fields)
     keys.add_ons = errors
     return keys

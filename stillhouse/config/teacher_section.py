@@ -3,11 +3,20 @@
 import re
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from stillhouse.config.errors import ConfigError, MissingKeyError
 from stillhouse.config.parallel_section import ParallelConfig
-from stillhouse.config.section import PathText, Removed, Section, Text, Urls, keys_of_add_ons, text_list
+from stillhouse.config.section import (
+    PathText,
+    Removed,
+    Section,
+    Text,
+    Urls,
+    keys_of_add_ons,
+    removed_value,
+    text_list,
+)
 from stillhouse.config.servers import ApiName, VariableName
 from stillhouse.config.source_kinds import GROUP, SourceKind, source_kinds
 from stillhouse.config.student_section import ModelConfig, StudentConfig
@@ -19,12 +28,6 @@ if TYPE_CHECKING:
     _SourceKeys = Section
 else:  # the sources that other distributions register have keys with texts
     _SourceKeys = keys_of_add_ons(GROUP, "teacher", PathText | None, "A source of signals of {distribution}.")
-
-
-def _existing_method(method: object) -> object:
-    if method == "uld":
-        raise ValueError(f"got uld, which does not exist any more: {NO_GAIN}; expected gold or null")
-    return method
 
 
 class TeacherConfig(ModelConfig, _SourceKeys):
@@ -50,7 +53,7 @@ class TeacherConfig(ModelConfig, _SourceKeys):
     """The signal that is requested from the server. hidden: hidden states, which give the exact distribution at every
     temperature. top_k: its top ids. chosen: the student's top ids, with its scores. sampled: samples from the
     teacher."""
-    cross_tokenizer: Annotated[Literal["gold"] | None, BeforeValidator(_existing_method)] = None
+    cross_tokenizer: Annotated[Literal["gold"] | None, removed_value("uld", NO_GAIN, "gold or null")] = None
     """For a teacher with another tokenizer: an approximation of its distribution over the student's tokens. gold:
     merged probabilities of the spans of text on which both tokenizers agree. null: the teacher must have the
     student's tokenizer, and nothing is approximated."""

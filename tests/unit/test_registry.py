@@ -15,6 +15,7 @@ from stillhouse.objective.divergences import DIVERGENCES
 from stillhouse.objective.parameters import PARAMETERS
 from stillhouse.registry import GROUPS, load_all, registered
 
+ENVIRONMENT = "stillhouse.agents.environments:TextEnvironment"
 CSV = {"stillhouse.trackers": {"csv": "curves:Csv"}}
 CURVES = {"curves.py": "class Csv:\n    capabilities = ('appends', 'one file')\n"}
 
@@ -102,6 +103,8 @@ def test_metadata_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
         ("stillhouse.parts", "objective.tokens"),
         ("stillhouse.engines", "parallel.fsdp"),
         ("stillhouse.sources", "teacher.revision"),
+        ("stillhouse.sources", "teacher.json"),  # a method of pydantic's BaseModel
+        ("stillhouse.sources", "teacher.removed"),
     ],
 )
 def test_an_add_on_with_the_name_of_another_key_is_refused(tmp_path: Path, group: str, key: str) -> None:
@@ -109,5 +112,27 @@ def test_an_add_on_with_the_name_of_another_key_is_refused(tmp_path: Path, group
     name = key.partition(".")[2]
     write_distribution(tmp_path, {group: {name: "kinds:Kind"}}, {"kinds.py": "class Kind: field = int, 0"})
     done = run_python("import stillhouse.config", tmp_path, ROOT)
-    error = f"add_on 1.0 registers {name!r} in {group}, and {key} is a key already: register it under another name"
+    error = f"add_on 1.0 registers {name!r} in {group}, and {key} is the name of a key or an attribute "
+    error += "already: register it under another name"
     assert f"ValueError: {error}\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "modules"),
+    [
+        # the same package under another name
+        ("stillhouse-fork", {"stillhouse.environments": {"environment": ENVIRONMENT}}, {}),
+        # an entry without a key of the configuration
+        (
+            "add-on",
+            {"stillhouse.parts": {"loss": "kinds:Kind"}},
+            {"kinds.py": "class Kind:\n    field, rules = None, tuple\n"},
+        ),
+    ],
+)
+def test_an_add_on_without_a_key_of_its_own_may_have_any_name(
+    tmp_path: Path, name: str, groups: dict[str, dict[str, str]], modules: dict[str, str]
+) -> None:
+    write_distribution(tmp_path, groups, modules, name)
+    done = run_python("import stillhouse.config", tmp_path, ROOT)
+    assert done.returncode == 0, done.stderr
