@@ -1,4 +1,4 @@
-"""The check of a whole configuration: its rules, those that follow from the registered add-ons, losses and tokens."""
+"""The check of a whole configuration: the rules of the core and of registered add-ons, the losses, and the tokens."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,12 +42,12 @@ def check_rules(config: RunConfig) -> None:
 
 
 def all_rules() -> tuple[Rule, ...]:
-    """The rules of the registered sources of signals, those of the core, and those of the registered engines."""
+    """The rules of the registered sources of signals, of the core, and of the registered engines."""
     return (*_source_rules(), *RULES, *_engine_rules())
 
 
 def _unused_tokens(by_key: Mapping[str, Sequence[RolloutConfig | EvalPromptsConfig]]) -> Iterator[ConfigError]:
-    """Refuse tokens of reward servers that no reward names, such as those of a misspelled address."""
+    """Refuse tokens of reward servers that no reward names, for example under a misspelled address."""
     for key, sections in by_key.items():
         servers = {part.server for section in sections for part in reward_parts(section.reward) if part.is_server}
         if unused := {address for section in sections for address in section.reward_tokens or {}} - servers:
@@ -56,7 +56,7 @@ def _unused_tokens(by_key: Mapping[str, Sequence[RolloutConfig | EvalPromptsConf
 
 
 def _shared_token(teachers: Mapping[str, TeacherConfig], rollout: RolloutConfig | None) -> Iterator[ConfigError]:
-    """Refuse servers of several models if all of them would get the token that is set in `TOKEN_VARIABLE`."""
+    """Refuse servers of several models if all of them would get the token in `TOKEN_VARIABLE`."""
     sections: dict[str, TeacherConfig | RolloutConfig] = {**teachers}
     if rollout is not None:
         sections["rollout"] = rollout
@@ -72,7 +72,7 @@ def _shared_token(teachers: Mapping[str, TeacherConfig], rollout: RolloutConfig 
 
 
 def _source_rules() -> Iterator[Rule]:
-    """The rules between the keys of a teacher's section that the registered kinds of sources have."""
+    """The rules between keys of a teacher's section that follow from the registered kinds of sources."""
     kinds = {f"teacher.{kind.key}": kind for kind in source_kinds().values() if kind.key != "model"}
     complete: list[str] = []
     for key, kind in kinds.items():

@@ -32,7 +32,7 @@ class MissingKeyError(ConfigError):
 def as_config_error(key: str | None, *passes: type[ValueError]) -> Iterator[None]:
     """Convert a ValueError of the block to a ConfigError with a key. A ConfigError of the block keeps its own key.
 
-    key: None: errors are not converted. passes: other types of errors that are not converted.
+    key: the key. If it is None, errors are not converted. passes: other types of errors that are not converted.
     """
     try:
         yield
@@ -43,7 +43,7 @@ def as_config_error(key: str | None, *passes: type[ValueError]) -> Iterator[None
 
 
 def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
-    """One error with the first mistakes and the number of the others. more: how many are not in `mistakes`."""
+    """One error with the first mistakes and the number of the others. more: the number of mistakes not in the list."""
     shown = list(mistakes[:MAX_LINES])
     if more := more + len(mistakes) - len(shown):
         shown.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))

@@ -1,4 +1,4 @@
-"""The rules between several keys of a configuration, as one table; `check_rules.py` adds those of add-ons.
+"""The rules between several keys of a configuration, as one table; `check_rules.py` adds the rules of add-ons.
 
 The class of a section defines the valid values of a single key. A rule defines a conflict between several keys.
 """
@@ -18,7 +18,7 @@ from stillhouse.config.train_section import OFFLOADED
 from stillhouse.display import enumerated
 from stillhouse.registry import load, load_all, registered
 
-#: the keys of what replies to the turns of samples
+#: the keys of the environments and tools that reply to turns of samples
 ENVIRONMENTS = [f"rollout.{name}" for name in registered("stillhouse.environments")]
 
 RULES: tuple[Rule, ...] = (
@@ -198,7 +198,7 @@ RULES: tuple[Rule, ...] = (
         "a different name for every source (letters, digits, _ and -, a letter first, not reward)",
         "metrics are named by sources, and a file's own name is not always enough",
     ),
-    # evaluations, and the best checkpoint by them
+    # evaluations, and the best checkpoint
     Rule(
         ("checkpoint.greater_is_better", "checkpoint.best"),
         lambda greater, best: greater is not None and not is_of_callback(best),
