@@ -72,7 +72,6 @@ def _shared_token(teachers: Mapping[str, TeacherConfig], rollout: RolloutConfig 
 
 
 def _source_rules() -> Iterator[Rule]:
-    """The rules between keys of a teacher's section that follow from the registered kinds of sources."""
     kinds = {f"teacher.{kind.key}": kind for kind in source_kinds().values() if kind.key != "model"}
     complete: list[str] = []
     for key, kind in kinds.items():
@@ -97,7 +96,6 @@ def _source_rules() -> Iterator[Rule]:
 
 
 def _engine_rules() -> Iterator[Rule]:
-    """The rules that follow from the capabilities of the registered engines."""
     engines = {name: kind.capabilities for name, kind in load_all(ENGINES).items()}
     for name, engine in engines.items():
         is_used = f"parallel.engine={name}"

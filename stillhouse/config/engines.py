@@ -1,7 +1,7 @@
 """The engines that can train a student: the part of the entries of `stillhouse.engines` that the configuration reads.
 
-An entry is an `EngineKind` (`engine/engine_kind.py`). The rules between keys, the layout of a run and `parity` follow
-from its capabilities.
+An entry is an `EngineKind` (`engine/engine_kind.py`). Its capabilities determine the rules between keys, the layout
+of a run and `parity`.
 """
 
 from collections.abc import Iterator

@@ -186,8 +186,8 @@ def _nearest_choice(value: str, choices: Sequence[Any]) -> str:
 def unknown_key(key: str, model: type[Section]) -> ConfigError:
     """The error for an unknown key.
 
-    It suggests keys with the same name in other sections, the key for another tool's name, the most similar keys, or
-    all keys of the section.
+    It suggests keys with the same name in other sections, the key for another tool's name, similar keys, or all keys
+    of the section.
     """
     values = value_fields(model)
     all_fields = {**values, **model.model_fields}

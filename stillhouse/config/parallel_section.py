@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from stillhouse.config.errors import ConfigError
-from stillhouse.config.section import Registered, Section, keys_of_add_ons, removed_value
+from stillhouse.config.errors import ConfigError, removed_value
+from stillhouse.config.section import Registered, Section, keys_of_add_ons
 
 #: the axes in the order of messages
 _AXES = ("pipeline", "replicate", "fsdp", "context", "tensor", "expert")
@@ -43,14 +43,12 @@ class ParallelConfig(_EngineKeys):
     megatron: _Settings = None
     """Settings of Megatron-Core that have no key here, by Megatron's names: fields of TransformerConfig, such as
     moe_token_dispatcher_type or recompute_granularity, and of DistributedDataParallelConfig, such as
-    overlap_grad_reduce. null: no settings. A setting that the model, the loss or another key determines is
-    refused."""
+    overlap_grad_reduce. null: no settings. A setting that another key, the model or the loss sets is refused."""
     fsdp: int | None = Field(default=None, ge=1)
     """FSDP degree: weights, gradients and optimizer state are sharded over this many processes, and each process gets
     different data. null: the number of processes divided by the other degrees."""
     tensor: int = Field(default=1, ge=1)
-    """Tensor-parallel degree: each matrix is sharded over this many processes; the embedding and the head are sharded
-    by vocabulary rows."""
+    """Tensor-parallel degree: matrices are sharded over this many processes, embedding and head by vocabulary row."""
     pipeline: int = Field(default=1, ge=1)
     """Pipeline degree: the layers of student and teacher are divided over this many ranks."""
     context: int = Field(default=1, ge=1)
@@ -75,7 +73,7 @@ class ParallelConfig(_EngineKeys):
         return getattr(self, self.engine, None) or {}
 
     def degrees(self, processes: int, key: str = "parallel") -> dict[str, int]:
-        """The degree of each axis, by its name. key: the section's key, for error messages.
+        """The degree of each axis by name. key: the section's key, for error messages.
 
         Raises ConfigError if the product of the degrees is not `processes`, or if the expert degree does not fit the
         other degrees.

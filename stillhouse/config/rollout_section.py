@@ -64,7 +64,7 @@ class PromptConfig(_EnvironmentKeys):
     """package.module:function that the student may call in its chat template's format, or a list of such functions.
     The function's type hints and docstring describe it in the prompts. After a turn with calls come the replies,
     which are not targets. A turn without calls is the last turn. Or package.module:Class with a method reset(prompt,
-    record): its other public methods are tools, and each sample has its own object."""
+    record): its public methods except reset, close and reward are tools. Each sample has its own object."""
     tool_tokens: int = Field(default=256, ge=32)
     """The most tokens of the text of one tool's reply. A longer reply is cut, and a note is added at its end."""
     max_turns: int = Field(default=8, ge=1)
@@ -156,14 +156,12 @@ class RolloutConfig(PromptConfig):
     """GiB that a worker may allocate after it has imported the functions (on Linux). null: no limit."""
     writer: Literal["student", "teacher"] = "student"
     """The model that generates the completions. teacher: for sequence-level distillation (SeqKD), teacher.model in
-    this process, or the model of the servers at url. cross_entropy in objective.loss then applies to these
-    completions."""
+    this process, or the model of the servers at url. cross_entropy in objective.loss then applies to them."""
     truncated: Literal["keep", "mask"] = "keep"
     """The treatment of completions that do not end within max_new_tokens. mask: none of their tokens is a target."""
     discount: float = Field(default=0.0, ge=0, le=1)
     """With policy_gradient(teacher_kl=…): a token's advantage is the sum of the teacher's log-ratios from this token
-    on. The log-ratio k tokens later is multiplied by this number to the power k (MiniLLM). 0: only its own
-    log-ratio."""
+    on. The log-ratio k tokens later is multiplied by this number to the power k (MiniLLM). 0: only its own."""
     samples: Annotated[int, Field(ge=0)] | Literal["all"] = 4
     """The most completions of a step in samples.jsonl: all completions of some prompts, or the first completions of
     one prompt if it has more than this number. all: all completions of the step."""

@@ -25,8 +25,8 @@ class Rule:
     """One rule about several keys.
 
     keys: the key that the error names, then the keys that conflict with it.
-    refuses: a function that returns whether the values of the keys break the rule. A value is None if its section is
-        absent.
+    refuses: a function that returns whether the values of the keys break the rule. It gets None for an absent
+        section.
     expected: the expected configuration, in words.
     because: the reason, or "".
     has_no_effect: whether the rule refuses a key because it has no effect. With several sources of prompts, a key of
@@ -132,7 +132,6 @@ def default(key: str) -> Any:
 
 
 def _owner(configuration: Section, key: str) -> Any:
-    """The section that has a key; None if the section is absent."""
     owner: Any = configuration
     for name in _SOURCE_PREFIX.sub("", key).split(".")[:-1]:
         owner = owner.named.get(name) if isinstance(owner, TeachersConfig) else getattr(owner, name, None)

@@ -71,7 +71,6 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _rollouts_minimise_reverse_kl(cls, content: Any) -> Any:
-        """Set the default loss for training on the student's own completions: reverse_kl."""
         if not isinstance(content, Mapping) or content.get("rollout") is None:
             return content
         objective = content.get("objective", {})

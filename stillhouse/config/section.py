@@ -13,16 +13,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, ClassVar
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    create_model,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
 from pydantic_core.core_schema import CoreSchema, literal_schema
 
 from stillhouse.config.errors import ConfigError
@@ -95,17 +86,6 @@ class Section(BaseModel):
         return ConfigError(key, f"does not exist any more: {reason}; leave it out")
 
 
-def removed_value(value: str, reason: str, expected: str) -> BeforeValidator:
-    """A validator that refuses a value of earlier versions. reason: the date of and the reason for its removal."""
-
-    def check(given: Any) -> Any:
-        if given == value:
-            raise ValueError(f"{value} does not exist any more: {reason}; expected {expected}")
-        return given
-
-    return BeforeValidator(check)
-
-
 def text_list(texts: str | list[str] | None) -> list[str]:
     """The value of a key that accepts a text, a list of texts or null, converted to a list."""
     return [] if texts is None else [texts] if isinstance(texts, str) else texts
@@ -167,8 +147,7 @@ def keys_of_add_ons(group: str, section: str, kind: Any = None, description: str
 
     section: the name of the section that inherits the keys. kind: the type of each key. description: the text for
     each key, in which {name} and {distribution} are replaced. If kind is None, each entry has the attribute `field`,
-    which may be None. A class that inherits the keys raises ValueError if a key has the name of another key or
-    attribute.
+    which may be None. A class that inherits the keys raises ValueError if one of their names is taken.
     """
     fields, errors = dict[str, Any](), dict[str, str]()
     for name, point in registered(group).items():

@@ -28,8 +28,7 @@ class ServerKind:
 
     name: the name of the entry point. title: the name of the kind in messages.
     reads_images: whether the server accepts the pixels that the run's own processor makes.
-    rounds_as_here: whether the server's float32 log-probabilities differ from the log-probabilities of this process
-        only by float32 rounding.
+    rounds_as_here: whether float32 log-probabilities differ from this process's values only by float32 rounding.
     reward_schemes: the schemes of addresses in rollout.reward that belong to servers of this kind.
     """
 

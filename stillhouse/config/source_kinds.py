@@ -22,10 +22,9 @@ class SourceKind:
         the value of the key.
     is_store: whether `open` opens a `SignalStore`. Otherwise `source` makes a `SignalSource`.
     needs_model: whether the source runs `teacher.model` in this job, so that this key must be set, too.
-    beside: the keys among `WEIGHT_KEYS` and `model` that may also be set. because: the reason why the other keys have
-        no effect.
-    options: the keys that have an effect only with this source. If `signal` is among them, the user chooses the kind
-        of signal.
+    beside: the keys among `WEIGHT_KEYS` and `model` that may also be set. because: the reason why other keys have no
+        effect.
+    options: the keys that have an effect only with this source. With `signal`, the user chooses the signal.
     any_tokens: whether there are signals for tokens outside the data: for completions, and after a prefix.
     compares_tokenizer: whether a run refuses a teacher with another tokenizer than the student's.
     is_address: whether the value of the key may change when a run is resumed.

@@ -5,18 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from stillhouse.config.errors import ConfigError, MissingKeyError
+from stillhouse.config.errors import ConfigError, MissingKeyError, removed_value
 from stillhouse.config.parallel_section import ParallelConfig
-from stillhouse.config.section import (
-    PathText,
-    Removed,
-    Section,
-    Text,
-    Urls,
-    keys_of_add_ons,
-    removed_value,
-    text_list,
-)
+from stillhouse.config.section import PathText, Removed, Section, Text, Urls, keys_of_add_ons, text_list
 from stillhouse.config.servers import ApiName, VariableName
 from stillhouse.config.source_kinds import GROUP, SourceKind, source_kinds
 from stillhouse.config.student_section import ModelConfig, StudentConfig
@@ -46,8 +37,7 @@ class TeacherConfig(ModelConfig, _SourceKeys):
     """The address of a server of the teacher (its kinds: see api), or a list of addresses."""
     token_variable: VariableName | None = Field(default=None, examples=["TEACHER_TOKEN"])
     """The environment variable with the bearer token of the servers at url. null: STILLHOUSE_TOKEN, if it is set. If
-    the run also has other servers, all of them then need names of variables, so that no server gets another's
-    token."""
+    the run also has other servers, set this key for each of them, so that no server gets another's token."""
     api: ApiName = "auto"
     """The interface of the server at url. auto: detected."""
     signal: Literal["hidden", "top_k", "chosen", "sampled"] = "hidden"
@@ -69,15 +59,13 @@ class TeacherConfig(ModelConfig, _SourceKeys):
     given up after a quarter of this time and sent again."""
     prove: Literal["auto", "always", "never"] = "auto"
     """Whether the server's teacher is compared with teacher.model in this process before the first step. auto: only
-    if teacher.model is a folder with at most 1 GiB of weights. always: for any size. All other checks of a server are
-    always made."""
+    if teacher.model is a folder with at most 1 GiB of weights. always: for any size. All other checks are always
+    made."""
     prove_every: int = Field(default=0, ge=0)
     """The number of steps, and of parts of evaluations, between two checks that the servers still send the same
-    signals as at the start. 0: a check only at the start, and when a server that sends no hash of its weights
-    returns."""
+    signals as at the start. 0: at the start, and when a server that sends no hash of its weights returns."""
     accept: list[Literal["chat_template", "eos"]] = Field(default=[])
-    """The accepted differences between the server's tokenizer and the student's: another chat template, another
-    end-of-sequence token."""
+    """The accepted differences of the server's tokenizer from the student's: another chat template, another EOS."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """The dtype of the weights, in which the layers also compute. auto: the dtype of the saved weights. With url, it
     is the dtype of the output head and of the hidden states that are sent."""
@@ -88,8 +76,8 @@ class TeacherConfig(ModelConfig, _SourceKeys):
     several, serve the teacher with `stillhouse serve --quantize`. null: not quantized."""
     offload: bool = False
     """Keep the teacher's layers in host memory, except while they run. In one process, all layers are moved to the
-    device once per step, for all micro-batches. Under torchrun, FSDP gathers the layers one by one; this needs fsdp >
-    1."""
+    device once per step, for all micro-batches. Under torchrun, FSDP gathers the layers one by one; this needs
+    fsdp > 1."""
     parallel: ParallelConfig | None = None
     """A separate layout for the teacher over the same processes, with the keys of parallel. The teacher's hidden
     states are then sent to the student's processes. null: the student's layout."""

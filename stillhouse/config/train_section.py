@@ -58,8 +58,7 @@ class TrainConfig(Section):
     that have units for it, else fp32."""
     residual_dtype: Literal["bfloat16"] | None = None
     """The dtype of the student's hidden states between its layers, with precision bf16. bfloat16 halves the bytes of
-    norms and additions, but rounds more. The layers of some families always return float32. null: the weights'
-    dtype."""
+    norms and additions, but rounds more. Layers of some families always return float32. null: the weights' dtype."""
     compile: bool = False
     """Compile the layers of the student and of teachers in this job with torch.compile. A step then has fewer
     kernels, but the start takes minutes longer. Generation runs the layers without compilation."""

@@ -101,8 +101,7 @@ def load_documents(
     """Read and tokenize a dataset. source: as in `read_records`.
 
     processor: the student's processor of media.
-    teachers: how teachers in this job read media, by the teachers' names. All other teachers read media as the
-        student does.
+    teachers: how teachers in this job read media, by the teachers' names. The others read media as the student.
     cache: a folder of tokenized datasets, which are memory-mapped (`token_cache.py`). It has no effect for a hub id,
         a slow tokenizer, or `keep_records`.
 
@@ -228,7 +227,6 @@ class _Loader:
         return self.template
 
     def _converted(self, record: Record) -> dict[str, Any]:
-        """The fields of a record in Stillhouse's columns, with the bytes of its media."""
         fields = record.fields if self.foreign is None else self.foreign.convert(record.fields)
         return with_media(replace(record, fields=fields)).fields
 

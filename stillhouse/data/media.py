@@ -75,7 +75,7 @@ class MediaProcessor(Protocol):
     kind: the name under which the add-on is registered. files: the files from which the processor is loaded.
     placeholder: the text that stands for a file. placeholder_ids: the ids of the tokens that stand for features.
     pixels_identity: a hash of all settings that determine the tensors of a file. Models with different tokens may
-        have the same hash.
+        share it.
     """
 
     kind: str
@@ -150,8 +150,8 @@ def find_media_processor(
 def with_media(record: Record) -> Record:
     """The record with the bytes of all files as values of parts in its messages, and without columns of files.
 
-    Raises RecordError for a file that cannot be read, for files without a place in the messages, and for media that
-    no add-on reads.
+    Raises RecordError for a file that cannot be read, for files without a place in the messages, and for media of no
+    add-on.
     """
     columns = (record.fields.get(name) for name in _MESSAGE_COLUMNS)
     messages = [message for column in columns if isinstance(column, list) for message in column]

@@ -11,8 +11,8 @@ substitution, and everywhere if it has only a prefix, a token has the same row n
 with stages or context ranks require this. Before and between media, the rows are mapped
 (`MicroBatch.teacher_shift_T`). A teacher that does not read a document has only padding.
 
-B rows, S columns per row (the longest row of the micro-batch), T = B·S; M documents with N tokens in all, of which P
-tokens are predicted.
+B rows, S columns per row (the longest row of the micro-batch), T = B·S; M documents with N tokens, P of them
+predicted.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,7 @@
 
 There are two kinds. A prefix is privileged context, such as the answer to a question. It replaces an empty span at
 the beginning of the document, or after the BOS if the document begins with a BOS. The second kind is for a teacher
-with another vision tower: the tokens that its processor makes for media replace the tokens of the student's
-processor.
+with another vision tower: the tokens that its processor makes for media replace the student's tokens.
 
 All other tokens are the same for student and teacher. So both models predict these same tokens.
 

@@ -1,5 +1,4 @@
-"""Tokenized documents on disk. They are written once. At each read they are compared with their hashes and then
-memory-mapped.
+"""Tokenized documents on disk. They are written once. A read compares them with their hashes and maps them.
 
 The name of an entry's folder is a hash of everything that determines the content: the bytes of the source's files,
 the tokenizer with its chat template, the options, the libraries' versions, and the code of this package and of the
@@ -93,7 +92,6 @@ def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options
 
 
 def _code_of(module: str) -> list[Path]:
-    """The file of a module, or all files of its package."""
     file = Path(inspect.getfile(import_module(module)))
     return sorted(file.parent.rglob("*.py")) if "." in module else [file]
 

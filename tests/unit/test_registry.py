@@ -15,7 +15,6 @@ from stillhouse.objective.divergences import DIVERGENCES
 from stillhouse.objective.parameters import PARAMETERS
 from stillhouse.registry import GROUPS, load_all, registered
 
-ENVIRONMENT = "stillhouse.agents.environments:TextEnvironment"
 CSV = {"stillhouse.trackers": {"csv": "curves:Csv"}}
 CURVES = {"curves.py": "class Csv:\n    capabilities = ('appends', 'one file')\n"}
 
@@ -117,22 +116,11 @@ def test_an_add_on_with_the_name_of_another_key_is_refused(tmp_path: Path, group
     assert f"ValueError: {error}\n" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "groups", "modules"),
-    [
-        # the same package under another name
-        ("stillhouse-fork", {"stillhouse.environments": {"environment": ENVIRONMENT}}, {}),
-        # an entry without a key of the configuration
-        (
-            "add-on",
-            {"stillhouse.parts": {"loss": "kinds:Kind"}},
-            {"kinds.py": "class Kind:\n    field, rules = None, tuple\n"},
-        ),
-    ],
-)
-def test_an_add_on_without_a_key_of_its_own_may_have_any_name(
-    tmp_path: Path, name: str, groups: dict[str, dict[str, str]], modules: dict[str, str]
-) -> None:
-    write_distribution(tmp_path, groups, modules, name)
+def test_an_add_on_without_a_key_of_its_own_may_have_any_name(tmp_path: Path) -> None:
+    """The same package under another name, and an entry whose `field` is None."""
+    text_environment = {"environment": "stillhouse.agents.environments:TextEnvironment"}
+    write_distribution(tmp_path, {"stillhouse.environments": text_environment}, {}, "stillhouse-fork")
+    kind = {"kinds.py": "class Kind:\n    field, rules = None, tuple\n"}
+    write_distribution(tmp_path, {"stillhouse.parts": {"loss": "kinds:Kind"}}, kind)
     done = run_python("import stillhouse.config", tmp_path, ROOT)
     assert done.returncode == 0, done.stderr

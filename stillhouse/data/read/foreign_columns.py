@@ -127,7 +127,6 @@ def _from_alpaca(fields: Fields, *, as_chat: bool, prompts: bool) -> Fields:
 
 
 def _require_absent(fields: Fields, *columns: str) -> None:
-    """Raise RecordError if the record also has one of these columns of Stillhouse."""
     ours = [column for column in columns if fields.get(column) is not None]
     if ours:
         raise RecordError(

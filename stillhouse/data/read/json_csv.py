@@ -98,7 +98,6 @@ def _read_array(path: Path) -> Iterator[Record]:
 
 
 def _next_character(text: str, at: int) -> int:
-    """The position of the next character that is not white space, or the length of the text."""
     while text[at : at + 1] in (" ", "\t", "\r", "\n"):
         at += 1
     return at

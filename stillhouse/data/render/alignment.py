@@ -251,8 +251,7 @@ def _as_text(pieces: list[bytes], *, may_begin: bool, may_end: bool) -> _Text:
 
 def _cuts(ends: np.ndarray, borders: np.ndarray, first: int = 0) -> list[int]:
     """For each border, the number of tokens before it. A token without bytes at a border counts as after the border,
-    except at the last border. ends: the number of bytes up to the end of each token. first: the number of bytes
-    before the first token.
+    except at the last border. ends: for each token, the bytes up to its end. first: the bytes before all tokens.
     """
     before = np.where(borders <= first, 0, np.searchsorted(ends, borders) + 1)
     before[borders == (ends[-1] if len(ends) else first)] = len(ends)

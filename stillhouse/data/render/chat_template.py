@@ -2,8 +2,7 @@
 
 The tokenizer's chat template writes all text around the messages. The end marker of a turn is a target, but not the
 white space after it. Spans of targets are ranges of characters of the rendered text. A token that overlaps a span is
-a target. A record may have a column `tools` with the functions that the assistant may call. The template adds them to
-the text.
+a target. A record may have a column `tools` with the functions that the assistant may call. The template adds them.
 """
 
 import json
@@ -88,8 +87,7 @@ class ChatTemplate(Template):
         tokenizer.get_chat_template()  # raises if there are several templates and no default
         self.tokenizer, self.columns, self.targets, self.processor = tokenizer, columns, targets, processor
         self.tools = tools
-        #: for `warnings`: the first prompt; and the first conversation with tools, with the number of its first
-        #: target
+        #: for `warnings`: the first prompt; the first conversation with tools, and the number of its first target
         self._prompt_example: tuple[list[Message], Tools] | None = None
         self._tools_example: tuple[list[Message], Tools, int] | None = None
         # A method of this object would make a reference cycle, and so keep this object and its process alive.
@@ -174,7 +172,6 @@ class ChatTemplate(Template):
         return lines
 
     def _text_or_none(self, messages: list[Message], tools: Tools, first: int | None) -> str | None:
-        """The text; None if the template refuses the conversation."""
         try:
             return self._rendered(messages, tools, first)[0].body
         except RecordError:
@@ -232,8 +229,8 @@ class ChatTemplate(Template):
 
     def _answer(self, messages: list[Message], tools: Tools, first: int | None) -> Any:
         """Return the result of `Conversations.answer`; the text is "" if the template refuses the messages. A value
-        of a type that JSON lacks becomes the text that transformers gives to a chat template. A dict key of such a
-        type raises TypeError.
+        of a type that JSON lacks becomes the text that transformers gives to a chat template. Such dict keys raise
+        TypeError.
         """
         request = json.dumps([messages, tools, first], default=lambda value: f"<{type(value).__name__}>")
         return json.loads(self.isolated(request.encode()))

@@ -1,8 +1,7 @@
 """Runs untrusted code in a separate process, so that it can neither hang this process nor use up its memory.
 
 An alarm or a thread cannot interrupt one long operation of the interpreter, such as 10**10**8, but the kernel can end
-a process. The process is a fork, so that it already has the function and its data. Arguments and results are sent as
-bytes.
+a process. The process is a fork, so that it already has the function and its data. Arguments and results are bytes.
 """
 
 import gc

@@ -40,8 +40,7 @@ _EXPECTED = "expected a text in which {column} stands for a record's value, and 
 class PrefixTemplate:
     """template: a text in which `{column}` stands for a record's value; `{{` and `}}` are literal braces.
 
-    Raises ValueError for all other features of Python's format strings, because a template must not access a value's
-    attributes.
+    Raises ValueError for all other features of Python's format strings, so that no template accesses attributes.
     """
 
     def __init__(self, teacher: str, template: str):
@@ -141,8 +140,7 @@ class TeacherMedia:
         for the student. special: whether the tokenizer adds special tokens.
 
         Raises RecordError if the teacher's processor refuses an image, or if the other tokens differ from the
-        student's. A teacher without a processor raises RecordError if the document names this teacher, otherwise
-        ProcessorError.
+        student's. A teacher without a processor raises RecordError if the document names it, else ProcessorError.
         """
         if self.processor is None:
             kind = RecordError if self.is_routed else ProcessorError

@@ -60,8 +60,8 @@ class Encoded:
         return cls(np.asarray(prompt + completion, dtype=np.int32), targets)
 
     def pieces(self, max_tokens: int) -> "list[Encoded]":
-        """Split a long text into pieces of at most `max_tokens`. A piece begins with the last token of the piece
-        before it.
+        """Split a long text into pieces of at most `max_tokens`. Each begins with the last token of the previous
+        piece.
 
         In the later piece, this token is not a target. So every token except the first token is predicted once.
         """
@@ -77,8 +77,7 @@ class Encoded:
 class Rendered:
     """A record as text. `prompt` and `body` are tokenized separately. spans: the target characters of a conversation.
 
-    encoded: the record's tokens if it has media. They are made early, because an error of a file must name the
-        record.
+    encoded: the record's tokens if it has media: they are made early, so that errors of a file name the record.
     end: the special token with which the chat template ends the assistant's last turn; "" if there is none.
     lost: for each kind (`written_texts.py`), the first text that the chat template leaves out or changes, such as
         "'reasoning_content' of message 2 of 'messages'".

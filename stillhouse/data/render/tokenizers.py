@@ -186,7 +186,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: 
 
 
 def _added_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens that the tokenizer puts before a text."""
     framed, bare = (encode(tokenizer, ["a"], add_special_tokens=special)["input_ids"][0] for special in (True, False))
     starts = (start for start in range(len(framed)) if bare and framed[start : start + len(bare)] == bare)
     return framed[: next(starts, 0)]

@@ -157,8 +157,7 @@ def _counted(texts: list[_Text], body: str, marked: set[int]) -> Iterator[Lost]:
 @dataclass
 class _Marked:
     """Puts a mark into each text of a conversation. texts: the texts in the order of the numbers in their marks. ids:
-    the ids of calls that contain the call's name, with marks, because Kimi's template writes the id in place of the
-    name.
+    with marks, the ids of calls that contain the call's name, because Kimi's template writes the id for the name.
     """
 
     texts: list[_Text] = field(default_factory=list)
@@ -217,7 +216,6 @@ class _Marked:
         return f"{text[:middle]}{_MARK.format(len(self.texts) - 1)}{text[middle:]}"
 
     def _call(self, call: Any, loss: Lost) -> Any:
-        """A call with marks in its name and in its arguments."""
         if not isinstance(call, dict):
             return self._value(call, loss)
         marked = dict(call)
