@@ -116,7 +116,7 @@ class DataConfig(Section):
     folder, so it need not fit into memory. auto: stillhouse/data in the user's cache folder. null: no folder. No
     effect on hub ids and on the prompts of rollout."""
     on_error: Literal["raise", "skip"] = "raise"
-    """What a malformed record causes. raise: the run stops. skip: the record is left out and counted."""
+    """The treatment of a malformed record. raise: the run stops. skip: the record is left out and counted."""
 
     @property
     def weighted_sources(self) -> list[SourceConfig]:

@@ -15,7 +15,7 @@ GROUP = "stillhouse.engines"
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What an engine can do. The defaults are those of an engine with every key and every layout.
+    """The capabilities of an engine. By default, an engine supports every key and every layout.
 
     title: the engine's name in messages.
     without: the keys that must have their defaults, and `key=value` for a value that the engine does not support.
@@ -24,7 +24,7 @@ class EngineCapabilities:
     sequence: whether the engine has `parallel.sequence`. If so, experts need it under tensor parallelism.
     settings: whether the key `parallel.<name of the engine>` contains settings by the engine's own names.
     recomputes: whether the engine itself recomputes layers in backward (`Layout.recompute`).
-    always_in_group: whether a single process needs a process group, too.
+    always_in_group: whether a single process also needs a process group.
     """
 
     title: str

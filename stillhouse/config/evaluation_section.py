@@ -51,7 +51,7 @@ def _checked_tasks(tasks: list[str]) -> list[str]:
 
 class EvalPromptsConfig(Section):
     """Held-out prompts that the student completes at each evaluation, without reference completions. Tools,
-    environment, turns and workers are those of the section rollout."""
+    environment, turns and workers are set in the section rollout."""
 
     data: Text = Field(examples=["data/held_out_prompts.jsonl"])
     """The prompts: a source as in data.train. Only the prompt of a record is read."""
@@ -115,5 +115,5 @@ class CheckpointConfig(Section):
     """auto: resume from the latest checkpoint in out, or start anew if there is none; never: start anew; a path:
     start from that checkpoint."""
     fallback: bool = False
-    """true: if the latest checkpoint in out is damaged, rename it and resume from the one before it. false: stop with
+    """true: if the latest checkpoint in out is damaged, rename it and resume from the previous one. false: stop with
     an error that describes the damage."""

@@ -17,7 +17,7 @@ _Schedule = Annotated[
     Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"],
     removed_value("1f1b_ahead", _NOT_FASTER, "zero_bubble"),
 ]
-#: settings of an engine by its own names
+#: settings of an engine, by the engine's own names
 _Settings = dict[str, bool | int | float | str | list[int] | list[str] | None] | None
 
 
@@ -69,7 +69,7 @@ class ParallelConfig(_EngineKeys):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the engine by its own names."""
+        """The engine's settings, by the engine's own names."""
         return getattr(self, self.engine, None) or {}
 
     def degrees(self, processes: int, key: str = "parallel") -> dict[str, int]:

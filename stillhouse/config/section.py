@@ -134,7 +134,7 @@ def checked_address(
 def checked_function(path: str, text: str | None = None) -> str:
     """Return the path. Raises ValueError if it is not package.module:function.
 
-    text: the user's text with the path, which the error quotes. If it is None, the error quotes the path.
+    text: the user's text that contains the path; the error quotes it. If it is None, the error quotes the path.
     """
     if not _FUNCTION.fullmatch(path):
         expected = f"package.module:function, such as mypkg.rewards:exact{function_hint(path)}"

@@ -72,7 +72,7 @@ class SourceKind:
 
 
 def source_kinds() -> dict[str, SourceKind]:
-    """The registered kinds by key: `model`, then those that leave more possible, because errors name a later one."""
+    """The registered kinds by key: first `model`, then kinds with fewer restrictions; errors name the last kinds."""
     kinds = load_all(GROUP)
 
     def order(key: str) -> tuple[bool, bool, bool, bool, str]:

@@ -45,7 +45,7 @@ class TeacherConfig(ModelConfig, _SourceKeys):
     temperature. top_k: the teacher's top ids. chosen: the student's top ids with the teacher's scores. sampled:
     samples from the teacher."""
     cross_tokenizer: Annotated[Literal["gold"] | None, removed_value("uld", NO_GAIN, "gold or null")] = None
-    """For a teacher with another tokenizer: an approximation of its distribution over the student's tokens. gold:
+    """For a teacher with another tokenizer: how its distribution over the student's tokens is approximated. gold:
     merged probabilities of the spans of text on which both tokenizers agree. null: the teacher must have the
     student's tokenizer, and nothing is approximated."""
     top_k: int = Field(default=64, ge=1)

@@ -1,4 +1,4 @@
-"""Makes documents from records: reads, tokenizes, cuts and counts them.
+"""Makes documents from records: reads, tokenizes, cuts and counts the records.
 
 A plain text longer than the limit is split into pieces, which are separate documents. A piece begins with the last
 token of the previous piece, so that no prediction is lost. Conversations, and prompts with their completions, are
@@ -101,7 +101,7 @@ def load_documents(
     """Read and tokenize a dataset. source: as in `read_records`.
 
     processor: the student's processor of media.
-    teachers: how teachers in this job read media, by the teachers' names. The others read media as the student.
+    teachers: how teachers in this job read media, by name. All other teachers read media as the student does.
     cache: a folder of tokenized datasets, which are memory-mapped (`token_cache.py`). It has no effect for a hub id,
         a slow tokenizer, or `keep_records`.
 

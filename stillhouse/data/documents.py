@@ -36,7 +36,7 @@ class Documents:
     records: the record of each document; empty if records are not kept.
     per_token: additional numbers per token, [N] float32.
     weights_N: float32, the weights of the targets, above 0. If it is None, all weights are 1.
-    set_D: int64, the number of each document's set (a weighted source or an evaluation set). None: there is one set.
+    set_D: int64, the number of each document's set (a weighted source or an evaluation set); None for one set.
     reports: the report of each set by the set's name, in the order of the set numbers.
     media: the encoded media of the documents; None if no document has any.
     """

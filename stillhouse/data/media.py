@@ -173,7 +173,7 @@ def shown_text(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, processor: M
 
 
 def media_end(ids: np.ndarray, processor: MediaProcessor | None) -> int:
-    """The least length of a prompt that contains all media of its document and a token after them, or 0."""
+    """The least length of a prompt that contains all media and a token after them; 0 if there are no media."""
     places = np.flatnonzero(np.isin(ids, [] if processor is None else processor.placeholder_ids))
     return int(places[-1]) + 2 if len(places) else 0
 

@@ -289,7 +289,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def text_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A sha256 of what determines the text of ids and conversations, without `tokenizer_fingerprint`'s parts."""
+    """A sha256 of the settings beyond `tokenizer_fingerprint` that determine the text of ids and conversations."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     return json_hash(
         {
