@@ -66,8 +66,8 @@ def _shared_token(teachers: Mapping[str, TeacherConfig], rollout: RolloutConfig 
         urls = enumerated([f"{key}.url" for key in variables], "and")
         yield ConfigError(
             f"{unnamed[0]}.token_variable",
-            f"is null, and {urls} are servers of different models, which get one token only on purpose; expected the "
-            f"name of the variable with its token, which may be {TOKEN_VARIABLE}",
+            f"is null, and {urls} are servers of different models, which share a token only if you name its variable "
+            f"for each; expected the name of the variable with its token, which may be {TOKEN_VARIABLE}",
         )
 
 
@@ -83,9 +83,9 @@ def _source_rules() -> Iterator[Rule]:
         if kind.needs_model:
             yield excludes(key, *complete, because="it needs teacher.model, a teacher in this job")
         if not kind.any_tokens:
-            because = "it has no signals of completions that the run writes"
+            because = "it has no signals for completions that the run generates"
             yield from (excludes(key, "rollout", because=because), excludes("eval.prompts", key, because=because))
-            yield excludes(f"{NAMED}prefix", key, because=f"the signals of {key} are of other tokens")
+            yield excludes(f"{NAMED}prefix", key, because=f"the signals of {key} belong to other tokens")
     for name, because in product(WEIGHT_KEYS, dict.fromkeys(kind.because for kind in kinds.values())):
         if without := [key for key, kind in kinds.items() if kind.because == because and name not in kind.beside]:
             yield excludes(f"teacher.{name}", *without, because=because)

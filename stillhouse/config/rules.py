@@ -50,7 +50,7 @@ RULES: tuple[Rule, ...] = (
         (f"{NAMED}prefix", f"{NAMED}student"),
         lambda prefix, student: prefix is None and student == "live",
         "a text",
-        "without one, the student with its present weights is the student",
+        "without a prefix, this teacher equals the student",
     ),
     excludes("teachers.sum", "teachers.route", because="every document has one teacher"),
     excludes(
@@ -95,7 +95,7 @@ RULES: tuple[Rule, ...] = (
         ("rollout.reward", *ENVIRONMENTS),
         lambda reward, *environments: has_part_of_object(reward) and environments.count(None) == len(environments),
         f"a class with a method reward in {enumerated(ENVIRONMENTS, 'or')}",
-        "environment stands for what this method gives",
+        "environment stands for the result of this method",
     ),
     needs("rollout.max_turns", *ENVIRONMENTS),
     Rule(
@@ -282,7 +282,7 @@ RULES: tuple[Rule, ...] = (
         "student.init.from=teacher",
         "teacher.cross_tokenizer",
         expected="random",
-        because="the teacher's embedding is of other tokens",
+        because="the teacher's embedding belongs to other tokens",
     ),
     # the student's trained parts
     excludes("student.train", "student.adapter", because="only the adapter is trained"),

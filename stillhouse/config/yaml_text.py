@@ -50,7 +50,7 @@ def read_yaml(text: str, source: str, *, numbered: bool = True) -> Any:
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = _Constructor
     try:
-        with reading("a value is not what its tag says, or nested too deeply", passes=YAMLError):
+        with reading("a value does not fit its tag or is nested too deeply", passes=YAMLError):
             return yaml.load(text)
     except (YAMLError, ValueError) as error:
         number, problem = None, str(error).partition("\n")[0]

@@ -83,18 +83,18 @@ _WARNINGS = {
         "if it marks the place of one"
     ),
     "thought": (
-        "the chat template does not write {what}, so that the student does not learn it. Templates of reasoning "
-        "models leave out the thoughts of turns before the last question, and read one name of thoughts alone. To "
-        "train on them: a template that writes them (data.chat_template), or a record for each turn, as 'prompt' and "
-        "'completion'"
+        "the chat template does not write {what}, so the student does not learn it. Templates of reasoning models "
+        "leave out the thoughts of turns before the last question, and read only one name of the key with thoughts. "
+        "To train on the thoughts, set a template that writes them (data.chat_template), or give one record for each "
+        "turn, as 'prompt' and 'completion'"
     ),
     "changed": "the chat template does not write {what} as it is, but with changes inside the text",
-    "key": "the chat template does not write {what}, so that the student does not see it",
+    "key": "the chat template does not write {what}, so the student does not see it",
     "space": (
-        "the prompt ends with a space, which this tokenizer joins with a word behind it, so that a completion has "
-        "other tokens at its beginning than the same text in one piece, as models have read it; expected no space at "
-        "the end of prompts and of the chat template's generation prompt (data.chat_template), and completions that "
-        "begin with it"
+        "the prompt ends with a space. This tokenizer joins a space with the next word, so the first tokens of the "
+        "completion differ from the tokens of the same text in one piece, which models were trained on; expected no "
+        "space at the end of prompts and of the chat template's generation prompt (data.chat_template), and "
+        "completions that begin with the space"
     ),
 }
 

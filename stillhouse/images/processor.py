@@ -142,8 +142,8 @@ class ImageProcessor:
             expected = together_tensors[name] if name in stacked else made[name]
             if tensor.shape != expected.shape or not torch.equal(tensor, expected):
                 raise ValueError(
-                    f"the processor of {self.name!r} ({type(self.processor).__name__}) makes another {name!r} of the "
-                    "images of two documents together than of each document: such models cannot be trained on images"
+                    f"the processor of {self.name!r} ({type(self.processor).__name__}) makes another {name!r} from "
+                    "two documents in one call than from each alone: such models cannot be trained on images"
                 )
         # the name of the token types with other values than 0 for the placeholders of an image
         types = next((name for name in TOKEN_TYPES if name in kinds and kinds[name].any()), None)

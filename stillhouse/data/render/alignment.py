@@ -224,7 +224,7 @@ class Aligner:
                 at = next((n for n, pair in enumerate(zip(content, expected, strict=False)) if pair[0] != pair[1]), 0)
                 shown = expected[max(0, at - 10) : at + 20].decode(errors="replace")
                 raise ValueError(
-                    f"the teacher's tokenizer changes its text near {shown!r}: expected one that keeps it"
+                    f"the teacher's tokenizer changes its text near {shown!r}: expected one that keeps the text"
                 )
             ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64) + part.first
             borders = np.intersect1d(np.append(0, part.ends), np.append(part.first, ends))

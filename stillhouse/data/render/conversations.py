@@ -169,9 +169,9 @@ class Turns:
             return ValueError(
                 f"{what} ends a prompt with {expected[-80:]!r}, but begins message {count + 1} with "
                 f"{written[:100]!r}: expected a message with thoughts ('reasoning_content') if the generation prompt "
-                "opens them, and without if it closes them, a template with another generation prompt "
-                "(data.chat_template: if it reads enable_thinking, a copy of it with {%- set enable_thinking = false "
-                "%}, or true, as its first line), or one with {% generation %} blocks"
+                "opens thoughts, and without thoughts if it closes them; or a template with another generation prompt "
+                "(data.chat_template; for a template that reads enable_thinking, a copy whose first line is {%- set "
+                "enable_thinking = false %}, or true); or a template with {% generation %} blocks"
             )
         only = "" if is_last else "give only the last turn, as 'prompt' and 'completion' (lists of messages), or "
         return ValueError(

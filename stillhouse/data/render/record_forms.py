@@ -41,17 +41,17 @@ def template_for(
     if len(forms) != 1:
         kind = f"{'ambiguous' if forms else 'no usable'} columns: found {name_list(fields)}"
         if targets == "none":
-            raise ValueError(f"{kind}; expected one of 'prompt' or 'messages' to write after")
+            raise ValueError(f"{kind}; expected one of 'prompt' or 'messages'")
         if forms:
             raise ValueError(f"{kind}; expected only one of {EXPECTED_COLUMNS}")
         if "prompt" in fields:
             raise ValueError(
                 f"prompts without completions: found {name_list(fields)}; expected a column 'completion'; only "
                 "eval.prompts.data, and data.train of a run whose student writes all completions (section rollout, "
-                "with share=1), need none"
+                "with share=1), need no completions"
             )
         expected = f"expected {EXPECTED_COLUMNS} (or ShareGPT's or Alpaca's)"
-        raise ValueError(f"{kind}; {expected}; no key renames columns")
+        raise ValueError(f"{kind}; {expected}; there is no key that renames columns")
     columns = forms[0]
     if columns == ("prompt",) and "completion" in fields:
         # The content key is a hash of these columns. It must not depend on whether only the prompt is read.

@@ -158,7 +158,7 @@ class TeacherMedia:
         problem = text_problem(encoded.ids, encoded.media_spans, ids, spans)
         if problem:
             raise RecordError(
-                f"the processor of {self.section}.model does not make the student's tokens of its text: {problem}: "
+                f"the processor of {self.section}.model does not make the student's text tokens: {problem}: "
                 "expected a teacher with the student's tokenizer, which adds the same special tokens"
             )
         return [

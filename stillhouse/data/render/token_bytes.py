@@ -102,8 +102,8 @@ class TokenBytes:
         }
         if (content := b"".join(self.pieces(self.encode(["a"], inner=True)[0]))) != b"a":
             raise ValueError(
-                f"the tokenizer {name!r} reads 'a' within a text as {content!r}: expected one that puts nothing "
-                "before a text but a space, by Prepend, Metaspace or ByteLevel"
+                f"the tokenizer {name!r} reads 'a' within a text as {content!r}: expected one that puts at "
+                "most a space before a text, by Prepend, Metaspace or ByteLevel"
             )
         with_prefix = self._backend.encode("a").ids
         starts = [at for at, index in enumerate(with_prefix) if index not in self.special]

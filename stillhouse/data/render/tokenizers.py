@@ -118,7 +118,7 @@ def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: 
             if actual[-after_prefix:] != expected[-after_prefix:]:
                 warnings.warn(
                     f"{what}: transformers reads it with {type(tokenizer).__name__}, which cuts texts in other "
-                    f"places than its {TOKENIZER_FILE} by itself; a server that reads the file has others",
+                    f"places than its {TOKENIZER_FILE} by itself; a server that reads the file gets other tokens",
                     stacklevel=3,
                 )
                 return
