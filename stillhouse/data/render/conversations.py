@@ -169,7 +169,7 @@ class Turns:
             return ValueError(
                 f"{what} ends a prompt with {expected[-80:]!r}, but begins message {count + 1} with "
                 f"{written[:100]!r}: expected a message with thoughts ('reasoning_content') if the generation prompt "
-                "opens thoughts, and without thoughts if it closes them; or a template with another generation prompt "
+                "opens them, and without thoughts if it closes them; or a template with another generation prompt "
                 "(data.chat_template; for a template that reads enable_thinking, a copy whose first line is {%- set "
                 "enable_thinking = false %}, or true); or a template with {% generation %} blocks"
             )
