@@ -17,7 +17,7 @@ _METRICS |= {"teacher_cross_entropy", "tokens", "tasks_truncated"}
 
 
 def is_source_name(name: str) -> bool:
-    """Whether this can be the name of a source in the keys of metrics: rollout/reward/… are the parts of a reward."""
+    """Whether a source can have this name in metrics. "reward" is refused: rollout/reward/… are parts of a reward."""
     return _NAME.fullmatch(name) is not None and name != "reward"
 
 

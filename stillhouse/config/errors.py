@@ -57,7 +57,7 @@ def as_config_error(key: str | None, *passes: type[ValueError]) -> Iterator[None
 
 
 def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
-    """One error with the first mistakes and the number of the others. more: the others outside `mistakes`."""
+    """One error with the first mistakes and the number of the others. more: the number of further mistakes."""
     shown = list(mistakes[:MAX_LINES])
     if more := more + len(mistakes) - len(shown):
         shown.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))

@@ -85,7 +85,7 @@ def _part(text: str) -> RewardSummand:
 
 
 def _checked_reward(reward: Any) -> Any:
-    if isinstance(reward, list) and reward and all(isinstance(part, str) for part in reward):  # other tools
+    if isinstance(reward, list) and reward and all(isinstance(part, str) for part in reward):  # as in other tools
         raise ValueError(f"got {reward}, expected one text: the weighted sum of the rewards, {' + '.join(reward)!r}")
     if not (isinstance(reward, str) and reward):
         return reward  # `Text` refuses it

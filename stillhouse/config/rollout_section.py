@@ -124,9 +124,9 @@ class RolloutConfig(PromptConfig):
     """A folder for the student's weights that this job and the servers at url share. Each run creates its own folder
     in this folder. null: the folder weights in out."""
     timeout: float = Field(default=600.0, gt=0)
-    """Seconds without an answer from all servers of url, or from a server in reward, after which the run saves a
-    checkpoint and stops. If there are several servers at url and one of them does not answer for half of the
-    remaining time, its requests go to another server."""
+    """Seconds after which the run saves a checkpoint and stops, if no server of url has answered, or a server in
+    reward has not. If one of several servers of url does not answer for half of the remaining time, its requests go
+    to another server."""
     schedule: Literal["sync", "one_step_off", "two_step_off", "async"] = "sync"
     """When completions are generated. sync: in the step that trains on them. one_step_off, two_step_off: one or two
     steps ahead, during the training of earlier steps. async: also ahead, and new weights are used in the middle of

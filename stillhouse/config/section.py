@@ -57,7 +57,7 @@ class Section(BaseModel):
     )
     #: keys of earlier versions; for each key, its old default, and the date of and the reason for its removal
     removed: ClassVar[Removed] = {}
-    #: for each key of an add-on in this section, the error if the section has this name already (`keys_of_add_ons`)
+    #: for each key of an add-on in this section, the error if the name is already taken (`keys_of_add_ons`)
     add_ons: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -44,7 +44,7 @@ from stillhouse.display import first_line
 
 _BATCH = 512  # records per call of the tokenizer
 _REASONS = 5  # the most errors that a report keeps
-_BYTES_PER_CHARACTER = 200  # of memory that a tokenizer needs; 200 waiting bytes of media count as one character
+_BYTES_PER_CHARACTER = 200  # memory that a tokenizer needs; 200 waiting bytes of media count as a character
 
 
 @dataclass(frozen=True)

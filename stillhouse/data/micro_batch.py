@@ -141,7 +141,7 @@ class MicroBatch:
         return self.select(index_BS)
 
     def part(self, number: int, count: int) -> "MicroBatch":
-        """The shard of a context rank: a block of columns, and all media. `count` divides the columns."""
+        """The shard of a context rank: a block of columns, and all media. `count` must divide the columns."""
         if count == 1:
             return self
         numbers_BS, whole = torch.arange(len(self.labels_T)).view(self.shape_BS), self.with_lengths()

@@ -90,7 +90,7 @@ def column_value(fields: Mapping[str, Any], column: str) -> Any:
 
 
 def kept_value(fields: Mapping[str, Any], column: str, allowed: Collection[Any] | None) -> Any:
-    """The value of a column that is kept. allowed: the allowed values. If it is None, all values but null are."""
+    """The value of a column that is kept. allowed: the allowed values; None allows all values but null."""
     value = column_value(fields, column)
     if value is None:  # Parquet stores absent values as null
         raise RecordError(f"column '{column}' is null; expected a value in every record")

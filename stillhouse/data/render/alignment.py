@@ -6,7 +6,7 @@ tokenizes the same text. Special tokens are not part of the text. They are trans
 
     the student's tokens before a text     the teacher's tokens before a text
     EOS or BOS                             the teacher's token of the same role; if it has none, as in the next line
-    another special token                  the teacher's special token with the name, else the name as text
+    another special token                  the teacher's special token of the same name, else the name as text
 
 If the student's tokenizer puts no token before a text, every document counts as the beginning of a text. If a long
 text was split, a document may begin or end within a character. The bytes of this character have no counterpart, and

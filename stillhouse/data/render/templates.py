@@ -60,8 +60,7 @@ class Encoded:
         return cls(np.asarray(prompt + completion, dtype=np.int32), targets)
 
     def pieces(self, max_tokens: int) -> "list[Encoded]":
-        """Split a long text into pieces of at most `max_tokens`. Each begins with the last token of the previous
-        piece.
+        """Split a long text into pieces of at most `max_tokens`. Each begins with the previous piece's last token.
 
         In the later piece, this token is not a target. So every token except the first token is predicted once.
         """

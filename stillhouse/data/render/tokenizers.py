@@ -79,7 +79,7 @@ def load_tokenizer(
     with reading(unusable), TemporaryDirectory() as folder:
         if tokenizer.is_fast:
             tokenizer.backend_tokenizer.to_str()
-        tokenizer.save_pretrained(folder)  # every checkpoint does this, too
+        tokenizer.save_pretrained(folder)  # every checkpoint also does this
     if tokenizer.is_fast:
         with reading(f"{what} {where}"):
             path = cached_file(
