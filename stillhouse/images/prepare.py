@@ -106,7 +106,7 @@ def with_images_proven(
     """Prove the models of this job on documents with images, and return the data with the models' axis positions.
     stores: the signal stores, by the keys of the teachers' sections.
 
-    A collective of all processes. If the data has no images, it is returned unchanged. Raises ConfigError for
+    A collective of all processes. If the data has no images, it is returned unchanged. Raises ConfigError under
     pipeline or context parallelism if a teacher is outside of the student's layout. Raises ProofError with the
     model's name if a model does not read images exactly, or if it has the student's processor but other positions.
     """

@@ -1,10 +1,10 @@
-"""Proves that packed documents with images have the same hidden states as in the plain model, one at a time.
+"""Proves that packed documents with images have the same hidden states as each document alone in the plain model.
 
 The documents come from the model's own processor. Their images are different, and at least one document has no image.
 The plain model gets each document alone, as the processor returns it: without positions, which the model then
 computes itself. The decoder gets all documents in two rows with padding. Each document must have the same hidden
-states in both cases. Then the images of one document are changed. Only the hidden states of this document may and
-must change. This proves that images are read, and that they belong to the right documents.
+states in both cases. Then the images of one document are changed. The hidden states of this document must change,
+and no others. This proves that images are read, and that they belong to the right documents.
 
 B rows, S columns, A axes of positions; D width.
 """
