@@ -1,4 +1,4 @@
-"""The configuration of a run: one strict class per section, and functions to read and write it; no torch import.
+"""The configuration of a run: one strict class per section, and functions to read and write it; without torch.
 
 A component gets only its own section. The keys are a contract; `docs/config.md` is generated from these classes.
 """

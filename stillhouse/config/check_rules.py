@@ -1,4 +1,4 @@
-"""The check of a whole configuration: its rules, those that follow from the registered add-ons, losses and tokens."""
+"""The check of a whole configuration: the rules of the core and of registered add-ons, the losses, and the tokens."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,12 +42,12 @@ def check_rules(config: RunConfig) -> None:
 
 
 def all_rules() -> tuple[Rule, ...]:
-    """The rules of the registered sources of signals, those of the core, and those of the registered engines."""
+    """The rules of the registered sources of signals, of the core, and of the registered engines."""
     return (*_source_rules(), *RULES, *_engine_rules())
 
 
 def _unused_tokens(by_key: Mapping[str, Sequence[RolloutConfig | EvalPromptsConfig]]) -> Iterator[ConfigError]:
-    """Refuse tokens of reward servers that no reward names, such as those of a misspelled address."""
+    """Refuse tokens of reward servers that no reward names, for example under a misspelled address."""
     for key, sections in by_key.items():
         servers = {part.server for section in sections for part in reward_parts(section.reward) if part.is_server}
         if unused := {address for section in sections for address in section.reward_tokens or {}} - servers:
@@ -56,7 +56,7 @@ def _unused_tokens(by_key: Mapping[str, Sequence[RolloutConfig | EvalPromptsConf
 
 
 def _shared_token(teachers: Mapping[str, TeacherConfig], rollout: RolloutConfig | None) -> Iterator[ConfigError]:
-    """Refuse servers of several models if all of them would get the token that is set in `TOKEN_VARIABLE`."""
+    """Refuse servers of several models if all of them would get the token in `TOKEN_VARIABLE`."""
     sections: dict[str, TeacherConfig | RolloutConfig] = {**teachers}
     if rollout is not None:
         sections["rollout"] = rollout
@@ -66,13 +66,12 @@ def _shared_token(teachers: Mapping[str, TeacherConfig], rollout: RolloutConfig 
         urls = enumerated([f"{key}.url" for key in variables], "and")
         yield ConfigError(
             f"{unnamed[0]}.token_variable",
-            f"is null, and {urls} are servers of different models, which get one token only on purpose; expected the "
-            f"name of the variable with its token, which may be {TOKEN_VARIABLE}",
+            f"is null, and {urls} are servers of different models, which share a token only if you name its variable "
+            f"for each; expected the name of the variable with its token, which may be {TOKEN_VARIABLE}",
         )
 
 
 def _source_rules() -> Iterator[Rule]:
-    """The rules between the keys of a teacher's section that the registered kinds of sources have."""
     kinds = {f"teacher.{kind.key}": kind for kind in source_kinds().values() if kind.key != "model"}
     complete: list[str] = []
     for key, kind in kinds.items():
@@ -84,9 +83,9 @@ def _source_rules() -> Iterator[Rule]:
         if kind.needs_model:
             yield excludes(key, *complete, because="it needs teacher.model, a teacher in this job")
         if not kind.any_tokens:
-            because = "it has no signals of completions that the run writes"
+            because = "it has no signals for completions that the run generates"
             yield from (excludes(key, "rollout", because=because), excludes("eval.prompts", key, because=because))
-            yield excludes(f"{NAMED}prefix", key, because=f"the signals of {key} are of other tokens")
+            yield excludes(f"{NAMED}prefix", key, because=f"the signals of {key} belong to other tokens")
     for name, because in product(WEIGHT_KEYS, dict.fromkeys(kind.because for kind in kinds.values())):
         if without := [key for key, kind in kinds.items() if kind.because == because and name not in kind.beside]:
             yield excludes(f"teacher.{name}", *without, because=because)
@@ -97,7 +96,6 @@ def _source_rules() -> Iterator[Rule]:
 
 
 def _engine_rules() -> Iterator[Rule]:
-    """The rules that follow from the capabilities of the registered engines."""
     engines = {name: kind.capabilities for name, kind in load_all(ENGINES).items()}
     for name, engine in engines.items():
         is_used = f"parallel.engine={name}"

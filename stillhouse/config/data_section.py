@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model
 from stillhouse.config.rollout_section import SourceRolloutConfig
 from stillhouse.config.section import PathText, Section, Share
 
-#: a valid name of an evaluation set. mtp_1, … are excluded, because they name MTP depths in the keys of metrics
+#: a valid name of an evaluation set. mtp_1, … are excluded: they name MTP depths in the names of metrics
 _NAME = re.compile(r"(?!mtp_\d+$)[A-Za-z][A-Za-z0-9_-]*")
 #: the names of metrics after `eval/` that are not names of sets
 _METRICS = {"cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_entropy", "exact_match"}
@@ -17,7 +17,7 @@ _METRICS |= {"teacher_cross_entropy", "tokens", "tasks_truncated"}
 
 
 def is_source_name(name: str) -> bool:
-    """Whether this can be the name of a source in the keys of metrics: rollout/reward/… are the parts of a reward."""
+    """Whether a source can have this name in metrics. "reward" is refused: rollout/reward/… are parts of a reward."""
     return _NAME.fullmatch(name) is not None and name != "reward"
 
 
@@ -28,16 +28,16 @@ def _checked_name(name: str) -> str:
 
 
 class SourceConfig(Section):
-    """One source of a mixture, and its share of the tokens that are trained on or, with rollout, of the prompts."""
+    """One source of a mixture, and its share of the trained tokens or, with rollout, of the prompts."""
 
     source: PathText = Field(examples=["data/train.jsonl"])
-    """A source, in the same form as a single source of data.train."""
+    """A source in the same form as a single source of data.train."""
     weight: float = Field(default=1.0, gt=0)
-    """The share, after all weights are divided by their sum."""
+    """The weight of the source. Its share is the weight divided by the sum of all weights."""
     name: Annotated[str, AfterValidator(_checked_name)] | None = None
-    """With rollout: the name of the source in metrics. null: its file or folder without an ending."""
+    """With rollout: the name of the source in metrics. null: the name of its file or folder without an ending."""
     rollout: SourceRolloutConfig | None = None
-    """With rollout: its keys for the prompts of this source."""
+    """Keys of the section rollout for the prompts of this source."""
 
     @property
     def shown_name(self) -> str:
@@ -48,7 +48,7 @@ class SourceConfig(Section):
 
     @model_serializer(mode="wrap")
     def _set_keys(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the keys of rollouts that are null, so that runs of earlier versions can be resumed."""
+        """Leave out keys of rollouts that are null, so that runs of earlier versions can be resumed."""
         return {
             key: value for key, value in write(self).items() if key not in ("name", "rollout") or value is not None
         }
@@ -57,7 +57,7 @@ class SourceConfig(Section):
 def source_prefix(sources: Sequence[SourceConfig], number: int, name: str) -> str:
     """The beginning of the key that sets `rollout.<name>` for a source of prompts; "" for the section rollout.
 
-    sources: those with weights; empty for a single source.
+    sources: the weighted sources; empty for a single source.
     """
     rollout = sources[number].rollout if sources else None
     return f"data.train[{number}]." if rollout is not None and name in rollout.model_fields_set else ""
@@ -91,32 +91,32 @@ class DataConfig(Section):
         examples=["data/train.jsonl"]
     )
     """JSONL, JSON, CSV or Parquet file, folder or glob of such files, saved dataset, or hub id (name:config@split). A
-    mixture is a list of {source, weight}; weight is the share of the tokens or, with rollout, of the prompts. With
-    rollout, a source may also have a name and keys of rollout of its own: {source, weight, name, rollout: {…}}."""
+    mixture is a list of {source, weight}; the weights set the shares of the tokens or, with rollout, of the prompts.
+    With rollout, a source may also have a name and its own keys of rollout: {source, weight, name, rollout: {…}}."""
     eval: Annotated[PathText | Share | dict[str, PathText], AfterValidator(_checked_sets)] = 0.02
     """Held-out documents: a source of the same kinds as train, or the share of train's documents to hold out, chosen
-    by a hash of their content. 0: no evaluation. {name: source, …}: several sets, each also with metrics of its own,
+    by a hash of their content. 0: no evaluation. {name: source, …}: several sets; each set also has its own metrics,
     such as eval/name/cross_entropy."""
     max_tokens: int = Field(default=2048, ge=2)
     """Tokens per packed sequence. A longer text is split into several documents; a longer conversation or completion
     is cut at its end, and the cuts are counted."""
     packing: Literal["auto", "packed", "rows"] = "auto"
-    """How documents share a forward pass. packed: several in a row, kept apart by position_ids, masks or lengths.
-    rows: one in a row, for models that cannot be packed, such as state-space models; micro-batches then have
-    documents of similar lengths. auto: packed if a test at load shows for this model that it is exact, otherwise
-    rows."""
+    """How documents share a forward pass. packed: several documents in a row, separated by position_ids, masks or
+    lengths. rows: one document in a row, for models that cannot run packed documents, such as state-space models;
+    micro-batches then have documents of similar lengths. auto: packed if a test at load shows that packing is exact
+    for this model, otherwise rows."""
     chat_template: PathText | None = Field(default=None, examples=["template.jinja"])
     """Chat template for conversations: a Jinja file, or a folder or hub id whose tokenizer has it, such as the
-    teacher's. The student is saved with it. null: that of the student's tokenizer."""
+    teacher's. The student is saved with this template. null: the template of the student's tokenizer."""
     image_pixels: int | None = Field(default=None, ge=1, examples=[1048576])
-    """The most pixels (width × height) of an image: a larger one is scaled down before the model's processor, which
-    has limits of its own. null: only those."""
+    """The most pixels (width × height) of an image. A larger image is scaled down before it goes to the model's
+    processor, which has its own limits. null: only the processor's limits."""
     cache: PathText | None = Field(default=None, examples=["auto"])
-    """Folder for tokenized data: the next start on the same files, tokenizer and options maps them from there, and
-    they need not fit into memory. auto: stillhouse/data in the user's cache folder. null: none. No effect on hub ids
-    and on the prompts of rollout."""
+    """Folder for tokenized data. The next start with the same files, tokenizer and options maps the data from this
+    folder, so it need not fit into memory. auto: stillhouse/data in the user's cache folder. null: no folder. No
+    effect on hub ids and on the prompts of rollout."""
     on_error: Literal["raise", "skip"] = "raise"
-    """raise: a malformed record stops the run. skip: it is left out and counted."""
+    """The treatment of a malformed record. raise: the run stops. skip: the record is left out and counted."""
 
     @property
     def weighted_sources(self) -> list[SourceConfig]:

@@ -1,7 +1,7 @@
-"""The engines that can train a student: what the configuration reads of the entries of `stillhouse.engines`.
+"""The engines that can train a student: the part of the entries of `stillhouse.engines` that the configuration reads.
 
-An entry is an `EngineKind` (`engine/engine_kind.py`). The rules between keys, the layout of a run and `parity` follow
-from its capabilities.
+An entry is an `EngineKind` (`engine/engine_kind.py`). Its capabilities determine the rules between keys, the layout
+of a run and `parity`.
 """
 
 from collections.abc import Iterator
@@ -15,16 +15,16 @@ GROUP = "stillhouse.engines"
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What an engine can do. The defaults are those of an engine with every key and every layout.
+    """The capabilities of an engine. By default, an engine supports every key and every layout.
 
-    title: the engine in messages.
-    without: the keys that must have their defaults, and `key=value` for a value that the engine does not have.
-    schedules: the pipeline schedules; None: all.
+    title: the engine's name in messages.
+    without: the keys that must have their defaults, and `key=value` for a value that the engine does not support.
+    schedules: the supported pipeline schedules. If it is None, all schedules are supported.
     axes: the degrees that `stillhouse parity` sets above 1.
-    sequence: whether the engine has `parallel.sequence`; experts then need it under tensor parallelism.
-    settings: whether the key `parallel.<name of the engine>` has settings by the engine's own names.
-    recomputes: whether the engine itself computes layers again in backward (`Layout.recompute`).
-    always_in_group: whether a single process needs a process group, too.
+    sequence: whether the engine has `parallel.sequence`. If so, experts need it under tensor parallelism.
+    settings: whether the key `parallel.<name of the engine>` contains settings by the engine's own names.
+    recomputes: whether the engine itself recomputes layers in backward (`Layout.recompute`).
+    always_in_group: whether a single process also needs a process group.
     """
 
     title: str

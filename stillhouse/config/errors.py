@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+from pydantic import BeforeValidator
 
 from stillhouse.display import message
 
@@ -28,11 +31,22 @@ class MissingKeyError(ConfigError):
     """A required key is neither in the file nor in an option or override."""
 
 
+def removed_value(value: str, reason: str, expected: str) -> BeforeValidator:
+    """A validator that refuses a value of earlier versions. reason: the date of and the reason for its removal."""
+
+    def check(given: Any) -> Any:
+        if given == value:
+            raise ValueError(f"{value} does not exist any more: {reason}; expected {expected}")
+        return given
+
+    return BeforeValidator(check)
+
+
 @contextmanager
 def as_config_error(key: str | None, *passes: type[ValueError]) -> Iterator[None]:
     """Convert a ValueError of the block to a ConfigError with a key. A ConfigError of the block keeps its own key.
 
-    key: None: errors are not converted. passes: other types of errors that are not converted.
+    key: the key. If it is None, errors are not converted. passes: other types of errors that are not converted.
     """
     try:
         yield
@@ -43,7 +57,7 @@ def as_config_error(key: str | None, *passes: type[ValueError]) -> Iterator[None
 
 
 def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
-    """One error with the first mistakes and the number of the others. more: how many are not in `mistakes`."""
+    """One error with the first mistakes and the number of the others. more: the number of further mistakes."""
     shown = list(mistakes[:MAX_LINES])
     if more := more + len(mistakes) - len(shown):
         shown.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))

@@ -1,4 +1,4 @@
-"""Evaluations on held-out documents and tasks, and the checkpoints, of which the best one is chosen by them."""
+"""Evaluations on held-out documents and tasks, and checkpoints, of which the evaluations choose the best."""
 
 import re
 from typing import Annotated, Literal, get_args
@@ -28,12 +28,12 @@ KNOWN = get_args(Known)
 
 
 def set_of(metric: str | None) -> str | None:
-    """The name of the evaluation set that has a metric; None if it is not one set's metric."""
+    """The name of the evaluation set to which a metric belongs; None if it does not belong to a single set."""
     return metric.split("/")[1] if metric and re.match(SET_METRIC, metric) else None
 
 
 def is_of_callback(metric: str | None) -> bool:
-    """Whether a metric is from eval.callbacks: it belongs neither to every run nor to an evaluation set."""
+    """Whether a metric is from eval.callbacks: it is neither a metric of every run nor of an evaluation set."""
     return metric is not None and metric not in KNOWN and set_of(metric) is None
 
 
@@ -51,21 +51,21 @@ def _checked_tasks(tasks: list[str]) -> list[str]:
 
 class EvalPromptsConfig(Section):
     """Held-out prompts that the student completes at each evaluation, without reference completions. Tools,
-    environment, turns and workers are those of the section rollout."""
+    environment, turns and workers are set in the section rollout."""
 
     data: Text = Field(examples=["data/held_out_prompts.jsonl"])
-    """The prompts: a source as in data.train. What follows a prompt in a record is not read."""
+    """The prompts: a source as in data.train. Only the prompt of a record is read."""
     count: int = Field(default=64, ge=1)
-    """The most prompts; the same ones at each evaluation and in each run on this data."""
+    """The most prompts. The same prompts are used at each evaluation and in each run on this data."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """Most tokens of a completion, its end of sequence and replies included; less than data.max_tokens."""
+    """The most tokens of a completion, including its end of sequence and replies; less than data.max_tokens."""
     temperature: float = Field(default=0.0, ge=0)
-    """0: greedy completions. Above: tokens are sampled, with the same seeds at each evaluation."""
+    """0: greedy completions. Above 0: tokens are sampled, with the same seeds at each evaluation."""
     reward: RewardText | None = Field(default=None, examples=["mypkg.rewards:exact"])
     """The reward of every completion, as in rollout.reward: a function, a server, environment, or a weighted sum of
     them, whose parts are metrics, too. null: no reward."""
     reward_tokens: RewardTokens | None = Field(default=None, examples=[{"http://10.0.0.9:9000": "REWARD_TOKEN"}])
-    """The environment variables with the tokens of servers in reward, as rollout.reward_tokens."""
+    """The environment variables with the tokens of servers in reward, in the form of rollout.reward_tokens."""
 
 
 class EvalConfig(Section):
@@ -77,43 +77,43 @@ class EvalConfig(Section):
     micro_batch_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one micro-batch of an evaluation. null: the value of train.micro_batch_tokens."""
     tasks: Annotated[list[Text], AfterValidator(_checked_tasks)] = Field(default=[], examples=["sums", "sums(2:4)"])
-    """Tasks whose held-out problems the student completes at each evaluation, greedily: sums, reversal or brackets,
-    with a range of lengths if another than the usual one is meant. eval/exact_match is the share of completions that
-    are right."""
+    """Tasks whose held-out problems the student completes greedily at each evaluation: sums, reversal or brackets,
+    with a range of lengths if it is not the usual range. eval/exact_match is the share of correct completions."""
     task_count: int = Field(default=200, ge=1)
-    """Problems of each task; their lengths take turns."""
+    """The number of problems of each task. All lengths of the task occur in turn."""
     task_tokens: int = Field(default=64, ge=1)
-    """Most tokens of a completion for eval.tasks, eval.samples and eval.callbacks, its end of sequence included."""
+    """The most tokens of a completion for eval.tasks, eval.samples and eval.callbacks, with its end of sequence."""
     samples: int = Field(default=0, ge=0, le=64)
-    """Prompts of data.eval that the student completes at each evaluation, greedily. They are in eval_samples.jsonl,
-    and the report shows how the completions change during the run. The file also has as many completions of
-    eval.prompts, with their rewards, and 4 of them if this is 0."""
+    """The number of prompts of data.eval that the student completes greedily at each evaluation. The completions are
+    in eval_samples.jsonl, and the report shows how they change during the run. The file also has the same number of
+    completions of eval.prompts with their rewards, or 4 if this key is 0."""
     prompts: EvalPromptsConfig | None = None
-    """Prompts alone: eval/prompts/reverse_kl (of the teacher, at the student's own completions), completion_tokens,
-    ended (the share of completions that end), reward and its parts. null: none."""
+    """Prompts without completions. Their metrics are eval/prompts/reverse_kl (between student and teacher, on the
+    student's completions), completion_tokens, ended (the share of completions that end), reward and the parts of the
+    reward. null: no such prompts."""
     callbacks: list[FunctionPath] = Field(default=[], examples=["my_evaluations:accuracy"])
-    """Python functions of one's own that rank 0 calls at each evaluation, as package.module:function. Each gets a
-    context and gives a dict of names and numbers, which are logged as eval/<name>."""
+    """Your own Python functions (package.module:function), which rank 0 calls at each evaluation. Each function gets
+    a context and returns a dict of names and numbers, which are logged as eval/<name>."""
 
 
 class CheckpointConfig(Section):
     """Which checkpoints a run writes and keeps, and from which checkpoint it resumes."""
 
     every: int = Field(default=500, ge=0)
-    """Steps between two checkpoints. 0: only one checkpoint, at the end."""
+    """Steps between two checkpoints. 0: a single checkpoint at the end."""
     keep: int = Field(default=2, ge=1)
-    """How many of the latest checkpoints are kept, in addition to the best one."""
+    """The number of latest checkpoints that are kept in addition to the best checkpoint."""
     best: Known | MetricOfCallback | None = "eval/cross_entropy"
-    """The checkpoint with the best value of this metric is kept: the lowest, or the highest for agreement and for the
-    exact match of a task in eval.tasks and the reward of eval.prompts. eval/name/…: of one of several sets in
-    data.eval. eval/name: of eval.callbacks. null: none, and a checkpoint causes no evaluation. No effect without
-    evaluation."""
+    """The checkpoint with the best value of this metric is kept. The best value is the lowest one, but the highest
+    one for agreement, the exact match of eval.tasks and the reward of eval.prompts. eval/name/…: a metric of one of
+    several sets in data.eval. eval/name: a metric of eval.callbacks. null: no best checkpoint, and a checkpoint
+    causes no evaluation. No effect without evaluation."""
     greater_is_better: bool | None = None
-    """Of a metric of eval.callbacks in checkpoint.best: whether its highest value is the best one. null: for all
-    other metrics, of which it is known."""
+    """If checkpoint.best is a metric of eval.callbacks: whether its highest value is the best value. For all other
+    metrics this is known, and the key must be null."""
     resume: PathText = Field(default="auto", examples=["auto", "never", "runs/a/checkpoints/step-500"])
     """auto: resume from the latest checkpoint in out, or start anew if there is none; never: start anew; a path:
     start from that checkpoint."""
     fallback: bool = False
-    """true: if the latest checkpoint in out is damaged, rename it and resume from the one before it. false: stop with
+    """true: if the latest checkpoint in out is damaged, rename it and resume from the previous one. false: stop with
     an error that describes the damage."""

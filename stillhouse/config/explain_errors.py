@@ -36,7 +36,7 @@ PEERS = {"trl": "TRL", "verl": "verl", "automodel": "Automodel", "swift": "ms-sw
 NO_KEY = "has no key here"
 #: the minimum similarity between a misspelled key and the right key
 CLOSE_ENOUGH = 0.75
-#: at most this many mistakes are explained, because finding the nearest key takes a hundredth of a second
+#: the most mistakes that are explained: the search for the nearest key takes a hundredth of a second
 MOST = 20
 
 
@@ -49,7 +49,7 @@ def explain(error: ValidationError, content: Mapping[str, Any], model: type[Sect
     for detail in error.errors()[:MOST]:
         for mistake in _mistakes(detail, content, model):
             mistakes.setdefault(mistake.key, mistake)
-    # a list that may also be a text has a second error, which says that it is no text
+    # if a value may be a list or a text, pydantic reports a second error for a list: that it is not a text
     in_items = {key.partition("[")[0] for key in mistakes if key is not None and "[" in key}
     kept = [mistake for key, mistake in mistakes.items() if key not in in_items]
     return listed(kept, more=max(0, error.error_count() - MOST))
@@ -64,7 +64,7 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
     elif detail["type"] in ("extra_forbidden", "invalid_key"):
         unknown = ""
         value: Any = content
-        for part in detail["loc"]:  # such as data.train[1].weight, without the names of members of unions
+        for part in detail["loc"]:  # such as data.train[1].weight; the names of members of unions are left out
             if isinstance(value, list) and isinstance(part, int):
                 unknown, value = f"{unknown}[{part}]", value[part]
             elif isinstance(value, Mapping):
@@ -73,7 +73,7 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
         keys = [inner for inner in _leaves(unknown, detail["input"]) if inner != unknown]
         peer_keys = [inner for inner in keys if peer_hint(inner)]
         yield from (unknown_key(inner, model) for inner in peer_keys or [unknown])
-        # of a section of another tool, one error per key that is known
+        # for a section of another tool, one error per known key
         if peer_keys and (others := [key.removeprefix(f"{unknown}.") for key in keys if key not in peer_keys]):
             yield ConfigError(unknown, f"unknown section; nothing is known here of its {name_list(others)}")
     else:
@@ -86,7 +86,7 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
 
 
 def _leaves(key: str, value: Any) -> list[str]:
-    """The dotted keys of all values in a section; only `key` if its value is not a section."""
+    """The dotted keys of all values in a section; only `key` if the value is not a section."""
     if not isinstance(value, Mapping) or not value:
         return [key]
     return [leaf for name, inner in value.items() for leaf in _leaves(f"{key}.{name}", inner)]
@@ -186,8 +186,8 @@ def _nearest_choice(value: str, choices: Sequence[Any]) -> str:
 def unknown_key(key: str, model: type[Section]) -> ConfigError:
     """The error for an unknown key.
 
-    It suggests keys with the same name in other sections, the key for another tool's name, the most similar keys, or
-    all keys of the section.
+    It suggests keys with the same name in other sections, the key for another tool's name, similar keys, or all keys
+    of the section.
     """
     values = value_fields(model)
     all_fields = {**values, **model.model_fields}
@@ -196,7 +196,7 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
     if section is not None and name in section.removed:
         return section.removed_key(key)
     is_elsewhere = any(other.rpartition(".")[2] == name for other in all_fields)
-    # the section may be a part of another tool's name: eval.steps for eval_steps
+    # the section may be part of another tool's name: eval.steps for eval_steps
     joined = key.replace(".", "_") if "." in key else ""
     siblings = [other.removeprefix(f"{parent}.") for other in values if other.startswith(f"{parent}.")]
     if section is not None and "[" in parent:
@@ -289,7 +289,7 @@ def peer_entries() -> list[PeerKey]:
 
 
 def loss_hint(problem: str) -> str:
-    """What to write for another tool's loss or argument that an error about `objective.loss` names; "" if the table
+    """The replacement for another tool's loss or argument that an error about `objective.loss` names; "" if the table
     does not contain it.
     """
     match = re.search(r"(unknown name|unexpected keyword argument|cannot read) '(\w+)'", problem)
@@ -305,7 +305,7 @@ def peer_hint(key: str, *, with_section: bool = False) -> str | None:
     """A hint with Stillhouse's key for another tool's name; None if the table does not contain the name.
 
     key: the name as the user wrote it, with or without a section, with underscores or dashes.
-    with_section: whether the section must match, too.
+    with_section: whether the section must also match.
     """
     spelling = key.lower().replace("-", "_")
 

@@ -1,4 +1,4 @@
-"""Checks of a model's folder by the names of its files. Needs no torch, so that a wrong path is named at once."""
+"""Checks a model's folder by the names of its files. It needs no torch, so that a wrong path is reported at once."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def require_template(source: str) -> None:
 
 
 def require_model_folder(name: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a file, and for a folder that contains no model. Any other name may be a hub id."""
+    """Raise ValueError for a file and for a folder without a model. Any other name may be a hub id."""
     if not os.path.isdir(name):
         if os.path.isfile(name):
             raise ValueError(f"{os.fspath(name)} is a file: expected the folder of a model, or a hub id")

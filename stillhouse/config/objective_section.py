@@ -9,7 +9,7 @@ from stillhouse.objective.expression import NO_GAIN
 
 
 class HiddenPairConfig(Section):
-    """A layer of the student that is trained on the output of a layer of the teacher, at every target token."""
+    """A layer of the student whose output is trained to match a teacher's layer, at every target token."""
 
     student: int
     """The student's layer: 0 is the first one, -1 the last one."""
@@ -22,11 +22,11 @@ class HiddenPairConfig(Section):
 
 
 class ByOriginConfig(Section):
-    """Objectives by the origin of a document, in place of objective.loss: one for each origin that a step has."""
+    """Objectives in place of objective.loss: one objective for each origin that the documents of a step have."""
 
     dataset: Text | None = None
-    """The objective of the dataset's own completions, which are in a step if rollout.share is below 1; a sum as in
-    objective.loss."""
+    """The objective of the dataset's own completions: a sum as in objective.loss. A step has such completions if
+    rollout.share is below 1."""
     student: Text | None = None
     """The objective of the student's completions, with rollout.writer=student."""
     teacher: Text | None = None
@@ -34,13 +34,13 @@ class ByOriginConfig(Section):
 
     @property
     def losses(self) -> dict[str, str]:
-        """The objectives that are given, by origin."""
+        """The objectives that are set, by origin."""
         return {origin: loss for origin, loss in self.model_dump().items() if loss is not None}
 
 
 if TYPE_CHECKING:
     _PartKeys = Section
-else:  # the losses inside layers that other distributions register have keys here
+else:  # other distributions can register losses inside layers, which have keys here
     _PartKeys = keys_of_add_ons("stillhouse.parts", "objective")
 
 
@@ -58,15 +58,15 @@ class ObjectiveConfig(_PartKeys):
     scale_by_temperature_squared: bool = False
     """Multiply divergences by the temperature squared. No effect at temperature 1."""
     tokens: Literal["completion", "all"] = "completion"
-    """The target tokens. completion: those of completions and assistant turns; all: those of prompts, too. No effect
-    on records with the column text."""
+    """The target tokens. completion: the tokens of completions and assistant turns. all: also the tokens of prompts.
+    No effect on records with the column text."""
     router_aux_loss: float = Field(default=0.0, ge=0)
     """Coefficient of the load-balancing loss of a student with experts, which is computed per packed sequence and
-    averaged over layers. 0: off. The model's own router_aux_loss_coef is not read."""
+    averaged over layers. 0: off. The model's own router_aux_loss_coef is ignored."""
     hidden: list[HiddenPairConfig] = Field(default=[])
-    """Further losses between hidden states: a list such as [{student: 5, teacher: 11, loss: cosine, scale: 0.1}]. A
-    trained matrix maps the student's width to the teacher's. Needs a teacher in the student's stages.
-    docs/objective.md explains the keys."""
+    """Additional losses between hidden states: a list such as [{student: 5, teacher: 11, loss: cosine, scale: 0.1}].
+    A trained matrix maps the student's width to the teacher's width. Needs a teacher in the student's pipeline
+    stages. docs/objective.md explains the keys."""
     by_origin: ByOriginConfig | None = None
     """An objective for each origin, such as {dataset: skew_forward_kl(0.1), student: skew_reverse_kl(0.1)}. Needs the
     section rollout."""
@@ -74,9 +74,9 @@ class ObjectiveConfig(_PartKeys):
     """Rows of a logits tile, the part of the logits that is in memory at a time. Affects memory and speed, never the
     loss. null: chosen by a memory budget."""
     kernels: Literal["auto", "compiled", "triton"] = "auto"
-    """How a GPU computes the objective beside its matrix products. auto: with Triton kernels, if they support the
-    loss and pass a proof against float64 at the first step, and else with torch.compile. compiled: with torch.compile
-    alone. triton: as auto, but a failed proof ends the run. No effect on a CPU."""
+    """How a GPU computes the objective beside its matrix products. auto: with Triton kernels if they support the
+    loss and pass a proof against float64 at the first step, otherwise with torch.compile. compiled: only with
+    torch.compile. triton: like auto, but a failed proof ends the run. No effect on a CPU."""
 
     @property
     def losses(self) -> dict[str, str]:

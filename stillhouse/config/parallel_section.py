@@ -3,20 +3,27 @@
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from stillhouse.config.errors import ConfigError
+from stillhouse.config.errors import ConfigError, removed_value
 from stillhouse.config.section import Registered, Section, keys_of_add_ons
 
 #: the axes in the order of messages
 _AXES = ("pipeline", "replicate", "fsdp", "context", "tensor", "expert")
-#: settings of an engine by its own names
+_NOT_FASTER = (
+    "removed in November 2026, because its gain over zero_bubble was at most 8 % and only simulated (docs/scaling.md)"
+)
+_Schedule = Annotated[
+    Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"],
+    removed_value("1f1b_ahead", _NOT_FASTER, "zero_bubble"),
+]
+#: settings of an engine, by the engine's own names
 _Settings = dict[str, bool | int | float | str | list[int] | list[str] | None] | None
 
 
 if TYPE_CHECKING:
     _EngineKeys = Section
-else:  # the engines that other distributions register have keys here for their settings
+else:  # other distributions can register engines, which have keys here for their settings
     _EngineKeys = keys_of_add_ons(
         "stillhouse.engines", "parallel", _Settings, "Settings of the engine {name}, by its own names."
     )
@@ -26,58 +33,47 @@ class ParallelConfig(_EngineKeys):
     """The layout of the processes that torchrun starts. Their number is the product of all degrees except expert."""
 
     engine: Annotated[str, Registered("stillhouse.engines")] = "torch"
-    """The library that trains the student. megatron: Megatron-Core (pip install 'stillhouse[megatron]'), with tensor,
-    pipeline, context, expert and data parallelism of its own; fsdp is then its distributed optimizer, which shards
-    the optimizer's state and the sums of gradients. The other keys stay as they are; what it does not have is refused
-    by its key. A run may resume with the other engine."""
+    """The library that trains the student. megatron: Megatron-Core (pip install 'stillhouse[megatron]'), with its own
+    tensor, pipeline, context, expert and data parallelism; fsdp is then the degree of its distributed optimizer,
+    which shards the optimizer's state and the sums of gradients. All other keys have the same meaning. A key that
+    Megatron does not support is refused. A run may resume with the other engine."""
     sequence: bool = False
     """Sequence parallelism of Megatron-Core: tensor ranks share the tokens between the matrix products. Experts need
     it under tensor parallelism."""
     megatron: _Settings = None
-    """Settings of Megatron-Core that have no key here, by its names: fields of TransformerConfig, such as
+    """Settings of Megatron-Core that have no key here, by Megatron's names: fields of TransformerConfig, such as
     moe_token_dispatcher_type or recompute_granularity, and of DistributedDataParallelConfig, such as
-    overlap_grad_reduce. null: none. What the model, the loss or another key determines is refused."""
+    overlap_grad_reduce. null: no settings. A setting that another key, the model or the loss sets is refused."""
     fsdp: int | None = Field(default=None, ge=1)
-    """FSDP degree: weights, gradients and optimizer state are sharded over this many processes, and each of them gets
-    other data. null: the number of processes divided by the other degrees."""
+    """FSDP degree: weights, gradients and optimizer state are sharded over this many processes, and each process gets
+    different data. null: the number of processes divided by the other degrees."""
     tensor: int = Field(default=1, ge=1)
-    """Tensor-parallel degree: each matrix is sharded over this many processes; the embedding and the head are sharded
-    by vocabulary rows."""
+    """Tensor-parallel degree: matrices are sharded over this many processes, embedding and head by vocabulary row."""
     pipeline: int = Field(default=1, ge=1)
     """Pipeline degree: the layers of student and teacher are divided over this many ranks."""
     context: int = Field(default=1, ge=1)
     """Context-parallel degree: each sequence is divided over this many processes."""
     replicate: int = Field(default=1, ge=1)
-    """Replicas of the layout above; each of them gets other data."""
+    """The number of replicas of the layout above. Each replica gets different data."""
     expert: int = Field(default=1, ge=1)
-    """Expert-parallel degree: the experts of each layer are distributed over this many processes, which are processes
-    of fsdp, context and tensor, not additional ones. A multiple of tensor; 1: the same as tensor."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
+    """Expert-parallel degree: the experts of each layer are distributed over this many of the processes of fsdp,
+    context and tensor; no processes are added. A multiple of tensor; 1: the same as tensor."""
+    schedule: _Schedule = "1f1b"
     """Pipeline schedule. The last three have two stages on each rank and less idle time."""
     gather_dtype: Literal["bfloat16"] | None = None
     """The dtype in which FSDP gathers the student's layers and untied head. bfloat16 halves the traffic and memory of
-    gathering; gradients are summed in float32. null: the weights' own dtype."""
+    gathering; gradients are still summed in float32. null: the dtype of the weights."""
     offload: bool = False
     """Keep FSDP's shards of both models (weights, gradients, optimizer state) in host memory between uses; the
     optimizer runs on the CPU."""
 
-    @field_validator("schedule", mode="before")
-    @classmethod
-    def _without_removed_schedule(cls, schedule: Any) -> Any:
-        if schedule == "1f1b_ahead":
-            raise ValueError(
-                "1f1b_ahead does not exist any more: removed in November 2026, because its gain over zero_bubble was "
-                "1 to 5 % and only simulated (docs/scaling.md); expected zero_bubble"
-            )
-        return schedule
-
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the engine by its own names."""
+        """The engine's settings, by the engine's own names."""
         return getattr(self, self.engine, None) or {}
 
     def degrees(self, processes: int, key: str = "parallel") -> dict[str, int]:
-        """The degree of each axis, by its name. key: the section's key, for error messages.
+        """The degree of each axis by name. key: the section's key, for error messages.
 
         Raises ConfigError if the product of the degrees is not `processes`, or if the expert degree does not fit the
         other degrees.
@@ -106,5 +102,5 @@ class ParallelConfig(_EngineKeys):
 
     @property
     def stages_per_rank(self) -> int:
-        """The number of the pipeline's stages on each of its ranks."""
+        """The number of pipeline stages on each pipeline rank."""
         return 2 if self.schedule in ("interleaved", "zero_bubble", "zbv") and self.pipeline > 1 else 1

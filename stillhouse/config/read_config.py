@@ -27,7 +27,7 @@ def load_config(
     """The configuration of a run from four layers: defaults, file, settings, overrides. A later layer has precedence.
 
     path: the YAML file, or None.
-    overrides: texts such as `train.learning_rate=2e-5`, with YAML values. For repeated keys, the last one is used.
+    overrides: texts such as `train.learning_rate=2e-5`, with YAML values. Of repeated keys, the last key is used.
     defaults, settings: nested mappings, like the file's content.
 
     Sections are merged, and values are replaced. `train.steps` in a later layer also replaces `train.epochs` in an
@@ -99,7 +99,7 @@ def _read_override(override: str) -> Layer:
     if not sign:
         raise ConfigError(None, f"override {override!r}: expected key=value, such as train.learning_rate=2e-5")
     _check_key(key)
-    nested: Any = text  # *.jsonl is a glob: an override has no YAML anchors, so it cannot be an alias
+    nested: Any = text  # *.jsonl is a glob, not a YAML alias, because an override has no YAML anchors
     if not text.startswith("*"):
         nested = read_yaml(text, f"override {override!r}", numbered=False)
     for name in reversed(key.split(".")):
@@ -108,7 +108,6 @@ def _read_override(override: str) -> Layer:
 
 
 def _check_key(key: str) -> None:
-    """Raise ConfigError unless `key` is the full name of a section or a value."""
     model: type[Section] | None = RunConfig
     parent = ""
     for name in key.split("."):

@@ -2,7 +2,7 @@
 
     0.5*mypkg.rewards:exact + 2*http://127.0.0.1:9000/reward + environment
 
-A `+` between two parts has spaces around it, because an address may contain one.
+A `+` between two parts needs spaces around it, because an address may contain a `+`.
 """
 
 import re
@@ -18,7 +18,7 @@ from stillhouse.config.servers import ServerKind, reward_kinds
 _WEIGHT = re.compile(r"(?P<weight>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?) ?\* ?(?P<rest>.*)", re.DOTALL)
 
 
-#: the part that the sample's object gives: that of a class in rollout.environment or rollout.tools
+#: the part that the sample's object of a class in rollout.environment or rollout.tools computes
 OBJECT_REWARD = "environment"
 
 
@@ -47,19 +47,19 @@ class RewardSummand(NamedTuple):
 
 
 def reward_parts(reward: str | None) -> list[RewardSummand]:
-    """The parts of a valid reward; none without a reward. Raises ValueError for another text."""
+    """The parts of a valid reward; empty if the reward is None. Raises ValueError for an invalid text."""
     return [] if reward is None else [_part(text.strip()) for text in reward.split(" + ")]
 
 
 def has_part_of_object(reward: str | None) -> bool:
-    """Whether the sample's object gives a part of a valid reward."""
+    """Whether the sample's object computes a part of a valid reward."""
     return any(part.name == OBJECT_REWARD for part in reward_parts(reward))
 
 
 def part_names(reward: str | None) -> list[str]:
-    """For the parts of a sum, short and different names: the name of the function, or host and path of the server.
+    """Short and different names for the parts of a sum: the name of the function, or host and path of the server.
 
-    The second part of the same name gets the number 2, and so on. Empty for a reward that is no sum.
+    The second part with the same name gets the number 2, and so on. The result is empty if the reward is not a sum.
     """
     parts, seen, names = reward_parts(reward), Counter[str](), []
     for part in parts if len(parts) > 1 else []:

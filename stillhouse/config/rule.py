@@ -1,4 +1,4 @@
-"""A rule about several keys of a configuration: when they conflict, and the error's words."""
+"""A rule about several keys of a configuration: the conflict between them, and the text of the error."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -25,11 +25,12 @@ class Rule:
     """One rule about several keys.
 
     keys: the key that the error names, then the keys that conflict with it.
-    refuses: returns whether the values of the keys break the rule. A value is None if its section is absent.
+    refuses: a function that returns whether the values of the keys break the rule. It gets None for an absent
+        section.
     expected: the expected configuration, in words.
     because: the reason, or "".
-    has_no_effect: whether the rule refuses a key without effect. With several sources of prompts, a key of the
-        section rollout is then refused only if it has no effect on any of them.
+    has_no_effect: whether the rule refuses a key because it has no effect. With several sources of prompts, a key of
+        the section rollout is then refused only if it has no effect on any source.
     """
 
     keys: tuple[str, ...]
@@ -56,7 +57,7 @@ class Rule:
     def _for_sources(self, config: RunConfig) -> list[tuple["Rule", RunConfig]]:
         """For each source of prompts, the rule with the keys that the source sets, and the source's configuration.
 
-        Only the rule itself, if it has no key that a source can set, or if there are no such sources.
+        The result is only this rule if no source can set a key of the rule, or if there are no such sources.
         """
         if not any(key.removeprefix("rollout.") in PromptConfig.model_fields for key in self.keys):
             return [(self, config)]
@@ -98,7 +99,7 @@ class Rule:
 
 
 def excludes(key: str, *others: str, expected: str = "", because: str = "") -> Rule:
-    """A rule: `key` must not be set if one of the other keys is set; without other keys, it must never be set.
+    """A rule: `key` must not be set if one of the other keys is set. Without other keys, it must never be set.
 
     A key is set if its value is neither the default nor null. `key=value` is set if the key has this value.
     """
@@ -131,7 +132,6 @@ def default(key: str) -> Any:
 
 
 def _owner(configuration: Section, key: str) -> Any:
-    """The section that has a key; None if it is absent."""
     owner: Any = configuration
     for name in _SOURCE_PREFIX.sub("", key).split(".")[:-1]:
         owner = owner.named.get(name) if isinstance(owner, TeachersConfig) else getattr(owner, name, None)

@@ -1,4 +1,4 @@
-"""The rules between several keys of a configuration, as one table; `check_rules.py` adds those of add-ons.
+"""The rules between several keys of a configuration, as one table; `check_rules.py` adds the rules of add-ons.
 
 The class of a section defines the valid values of a single key. A rule defines a conflict between several keys.
 """
@@ -18,7 +18,7 @@ from stillhouse.config.train_section import OFFLOADED
 from stillhouse.display import enumerated
 from stillhouse.registry import load, load_all, registered
 
-#: the keys of what replies to the turns of samples
+#: the keys of the environments and tools that reply to turns of samples
 ENVIRONMENTS = [f"rollout.{name}" for name in registered("stillhouse.environments")]
 
 RULES: tuple[Rule, ...] = (
@@ -50,7 +50,7 @@ RULES: tuple[Rule, ...] = (
         (f"{NAMED}prefix", f"{NAMED}student"),
         lambda prefix, student: prefix is None and student == "live",
         "a text",
-        "without one, the student with its present weights is the student",
+        "without a prefix, this teacher equals the student",
     ),
     excludes("teachers.sum", "teachers.route", because="every document has one teacher"),
     excludes(
@@ -95,7 +95,7 @@ RULES: tuple[Rule, ...] = (
         ("rollout.reward", *ENVIRONMENTS),
         lambda reward, *environments: has_part_of_object(reward) and environments.count(None) == len(environments),
         f"a class with a method reward in {enumerated(ENVIRONMENTS, 'or')}",
-        "environment stands for what this method gives",
+        "environment stands for the result of this method",
     ),
     needs("rollout.max_turns", *ENVIRONMENTS),
     Rule(
@@ -198,7 +198,7 @@ RULES: tuple[Rule, ...] = (
         "a different name for every source (letters, digits, _ and -, a letter first, not reward)",
         "metrics are named by sources, and a file's own name is not always enough",
     ),
-    # evaluations, and the best checkpoint by them
+    # evaluations, and the best checkpoint
     Rule(
         ("checkpoint.greater_is_better", "checkpoint.best"),
         lambda greater, best: greater is not None and not is_of_callback(best),
@@ -282,7 +282,7 @@ RULES: tuple[Rule, ...] = (
         "student.init.from=teacher",
         "teacher.cross_tokenizer",
         expected="random",
-        because="the teacher's embedding is of other tokens",
+        because="the teacher's embedding belongs to other tokens",
     ),
     # the student's trained parts
     excludes("student.train", "student.adapter", because="only the adapter is trained"),

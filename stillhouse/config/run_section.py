@@ -30,20 +30,20 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
     track: list[Annotated[str, Registered("stillhouse.trackers")]] = Field(default=[])
-    """Trackers that get the metrics in addition to metrics.jsonl and the report. Their own environment variables
-    choose server and project."""
+    """Trackers that get the metrics in addition to metrics.jsonl and the report. Each tracker's own environment
+    variables choose the server and the project."""
     out: PathText = Field(examples=["runs/qwen3"])
-    """Folder of the run: configuration, metrics, checkpoints, the final model, the report."""
+    """Folder of the run, for its configuration, metrics, checkpoints, final model and report."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Seed of the order of the data, dropout and the adapter. It does not affect which documents are held out."""
+    """Seed for the order of the data, dropout and the adapter. It does not affect which documents are held out."""
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$", examples=["auto", "cpu", "mps", "cuda", "cuda:1"]
     )
     """The device to compute on. auto: a CUDA device if there is one, else Apple's GPU (mps, for one process), else
     the CPU."""
     deterministic: bool = False
-    """Compute only with algorithms that give the same bits again, so that a resumed run on a GPU equals an
-    undisturbed one to the bit. Slower. No effect on a CPU, where this always holds."""
+    """Use only deterministic algorithms, so that a resumed run on a GPU equals an uninterrupted run bit for bit. This
+    is slower. No effect on a CPU, where it always holds."""
 
     @property
     def several(self) -> dict[str, NamedTeacherConfig]:
@@ -58,20 +58,19 @@ class RunConfig(Section):
 
     @property
     def rollouts(self) -> list[RolloutConfig]:
-        """The section rollout for the prompts of each source of data.train; empty without this section."""
+        """The section rollout for the prompts of each source of data.train; empty if the run has no such section."""
         if self.rollout is None:
             return []
         by_source = [self.rollout.for_source(source.rollout) for source in self.data.weighted_sources]
         return by_source or [self.rollout]
 
     def rollout_key(self, source: int, name: str) -> str:
-        """The full key that sets a key of rollout for the prompts of a source of data.train, from 0."""
+        """The full key that sets a key of rollout for the prompts of a source. source: its number, from 0."""
         return f"{source_prefix(self.data.weighted_sources, source, name)}rollout.{name}"
 
     @model_validator(mode="before")
     @classmethod
     def _rollouts_minimise_reverse_kl(cls, content: Any) -> Any:
-        """Set the default loss for training on the student's own completions: reverse_kl."""
         if not isinstance(content, Mapping) or content.get("rollout") is None:
             return content
         objective = content.get("objective", {})

@@ -1,4 +1,4 @@
-"""The keys of the configuration and descriptions of their accepted values, from the classes of the sections."""
+"""The keys of the configuration, and descriptions of their accepted values, from the classes of the sections."""
 
 import json
 from typing import Any, get_args, get_origin, get_type_hints
@@ -32,7 +32,7 @@ def item_section(field: FieldInfo) -> type[Section] | None:
 
 
 def section_at(key: str, model: type[Section]) -> type[Section] | None:
-    """The class of the section with this dotted key, such as data.train[1]; None if there is none."""
+    """The class of the section with this dotted key, such as data.train[1]; None if there is no such section."""
     section: type[Section] | None = model
     for part in key.split(".") if key else ():
         name, bracket, _ = part.partition("[")
@@ -43,7 +43,7 @@ def section_at(key: str, model: type[Section]) -> type[Section] | None:
 
 
 def named_sections(model: type[Section]) -> type[Section] | None:
-    """The class of subsections with names that the user chooses (teachers.<name>); None if there are none."""
+    """The class of the subsections whose names the user chooses (teachers.<name>); None if there are none."""
     if model.model_config.get("extra") != "allow":
         return None
     return get_args(get_type_hints(model)["__pydantic_extra__"])[1]
@@ -57,7 +57,7 @@ def inner_section(model: type[Section], name: str) -> type[Section] | None:
 
 
 def value_fields(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
-    """All keys with values (not sections), by full dotted path, in the order of the classes."""
+    """All keys with values (not with sections), by full dotted path, in the order of the classes."""
     fields: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         section = section_of(field)

@@ -19,8 +19,8 @@ from pydantic_core.core_schema import CoreSchema, literal_schema
 from stillhouse.config.errors import ConfigError
 from stillhouse.registry import distribution, load, registered
 
-#: the beginning of this distribution with its version
-_OWN = "stillhouse "
+#: how the object of an entry point begins if it is in this project; a fork may have another distribution name
+_OWN = ("stillhouse.", "stillhouse:")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 #: a parameter of an address whose value is a secret
 _SECRET_PARAMETER = re.compile(
@@ -34,7 +34,7 @@ Removed = Mapping[str, tuple[Any, str]]
 
 @dataclass(frozen=True)
 class Registered:
-    """Annotates a text as the name of a registered add-on. group: of entry points. others: names before theirs."""
+    """Annotates a text as the name of a registered add-on. group: the group of entry points. others: more names."""
 
     group: str
     others: tuple[str, ...] = ()
@@ -55,14 +55,15 @@ class Section(BaseModel):
         validate_default=True,
         use_attribute_docstrings=True,
     )
-    #: keys of earlier versions: the value that a key had if it was left out, and since when and why it is gone
+    #: keys of earlier versions; for each key, its old default, and the date of and the reason for its removal
     removed: ClassVar[Removed] = {}
-    #: by the names of add-ons with keys here, the error if another key has the name (see `keys_of_add_ons`)
+    #: for each key of an add-on in this section, the error if the name is already taken (`keys_of_add_ons`)
     add_ons: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
+        """Raise ValueError if a key of an add-on has the name of another key or of an attribute."""
         super().__init_subclass__(**options)
-        classes = [part for part in cls.__mro__ if "add_ons" not in vars(part)]
+        classes = [part for part in cls.__mro__ if not vars(part).get("add_ons")]
         keys = {name for part in classes for name in (*vars(part), *get_annotations(part))}
         for name, error in cls.add_ons.items():
             if name in keys:
@@ -72,7 +73,7 @@ class Section(BaseModel):
     @classmethod
     def _without_removed_keys(cls, content: Any) -> Any:
         for name, (default, _) in cls.removed.items():
-            if isinstance(content, dict) and name in content:  # the config.yaml of an earlier run names all keys
+            if isinstance(content, dict) and name in content:  # config.yaml of an earlier run contains all keys
                 content = dict(content)
                 if content.pop(name) != default:
                     raise cls.removed_key(name)
@@ -86,7 +87,7 @@ class Section(BaseModel):
 
 
 def text_list(texts: str | list[str] | None) -> list[str]:
-    """The value of a key that accepts a text, a list of texts, or null, as a list."""
+    """The value of a key that accepts a text, a list of texts or null, converted to a list."""
     return [] if texts is None else [texts] if isinstance(texts, str) else texts
 
 
@@ -110,15 +111,15 @@ def _checked_urls(urls: str | list[str] | None) -> str | list[str] | None:
 def checked_address(
     url: str, expected: str, token_key: str, schemes: Collection[str] = ("http", "https")
 ) -> SplitResult:
-    """The parts of an address. token_key: the key for tokens.
+    """The parts of an address. expected: the valid form, for the error. token_key: the key for tokens.
 
-    Raises ValueError for another text, and for an address with a secret, because files of the run have its addresses.
-    The message does not show the secret.
+    Raises ValueError for any other text, and for an address with a secret, because addresses are written to files of
+    the run. The message does not show the secret.
     """
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or a bracket without its pair
+    except ValueError:  # the port is not a number, or a bracket is missing
         is_address = False
     if "@" in url or _SECRET_PARAMETER.search(url):
         raise ValueError(
@@ -133,7 +134,7 @@ def checked_address(
 def checked_function(path: str, text: str | None = None) -> str:
     """Return the path. Raises ValueError if it is not package.module:function.
 
-    text: what the error quotes, the user's text that has the path; None: the path.
+    text: the user's text that contains the path; the error quotes it. If it is None, the error quotes the path.
     """
     if not _FUNCTION.fullmatch(path):
         expected = f"package.module:function, such as mypkg.rewards:exact{function_hint(path)}"
@@ -144,21 +145,23 @@ def checked_function(path: str, text: str | None = None) -> str:
 def keys_of_add_ons(group: str, section: str, kind: Any = None, description: str = "") -> type[Section]:
     """Return a section with the keys that other distributions register in a group of entry points.
 
-    section: the name of the section that inherits them. kind, description: the type of each key, and a text in which
-    {name} and {distribution} are replaced. Without them, an entry has the attribute `field`, which may be None.
-    A class that inherits the keys raises ValueError for an entry with the name of another key.
+    section: the name of the section that inherits the keys. kind: the type of each key. description: the text for
+    each key, in which {name} and {distribution} are replaced. If kind is None, each entry has the attribute `field`,
+    which may be None. A class that inherits the keys raises ValueError if one of their names is taken.
     """
     fields, errors = dict[str, Any](), dict[str, str]()
     for name, point in registered(group).items():
-        if (owner := distribution(point)).startswith(_OWN):
+        if point.value.startswith(_OWN):
             continue
-        errors[name] = f"{owner} registers {name!r} in {group}, and {section}.{name} is a key already: register it "
-        errors[name] += "under another name"
-        if kind is not None:
-            text = description.format(name=name, distribution=owner)
-            fields[name] = kind, Field(default=None, description=text)
-        elif field := load(group, name).field:
+        owner = distribution(point)
+        text = description.format(name=name, distribution=owner)
+        field = load(group, name).field if kind is None else (kind, Field(default=None, description=text))
+        if field:
             fields[name] = field
+            errors[name] = (
+                f"{owner} registers {name!r} in {group}, and {section}.{name} is the name of a key or an attribute "
+                "already: register it under another name"
+            )
     keys = create_model("_Keys", __base__=Section, **fields)
     keys.add_ons = errors
     return keys
@@ -178,12 +181,12 @@ def function_hint(path: str) -> str:
 
 
 Text = Annotated[str, Field(min_length=1)]
-#: no shell replaces the ~ of ~/runs inside YAML
+#: a path; the shell does not replace ~ inside YAML, so ~/ is replaced here
 PathText = Annotated[Text, AfterValidator(lambda path: os.path.expanduser(path) if path.startswith("~/") else path)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 #: the address of a server, a list of addresses, or None
 Urls = Annotated[Text | list[Text] | None, AfterValidator(_checked_urls)]
-#: a Python function of the user's own: package.module:function
+#: a Python function of the user: package.module:function
 FunctionPath = Annotated[Text, AfterValidator(checked_function)]
-#: one such function, a list of them, or None
+#: one such function, a list of such functions, or None
 FunctionPaths = Annotated[Text | list[Text] | None, AfterValidator(_checked_functions)]

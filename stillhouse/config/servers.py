@@ -1,7 +1,7 @@
-"""What is known of the servers that give signals, completions and rewards, and their bearer tokens; no torch import.
+"""The kinds of servers for signals, completions and rewards, and the servers' bearer tokens; without torch.
 
-The kinds of servers register in the group `stillhouse.servers`, each under the name that `teacher.api` and
-`rollout.engine` have for it. A configuration names the environment variable that has a token, never the token.
+The kinds of servers register in the group `stillhouse.servers`. The name of an entry is also the value of
+`teacher.api` and `rollout.engine`. A configuration names the environment variable with a token, never the token.
 """
 
 import os
@@ -19,17 +19,17 @@ GROUP = "stillhouse.servers"
 
 
 class ServerError(OSError):
-    """No server has answered before the timeout, or the servers' answers are damaged repeatedly."""
+    """No server has answered before the timeout, or the answers are damaged repeatedly."""
 
 
 @dataclass(frozen=True)
 class ServerKind:
     """A kind of server that generates completions or gives rewards.
 
-    name: that of the entry point. title: the name of the kind in messages.
-    reads_images: whether the pixels of the run's own processor can be sent to it.
-    rounds_as_here: whether float32 log-probabilities differ from those of this process only by float32 rounding.
-    reward_schemes: the schemes of addresses in rollout.reward at which there are servers of this kind.
+    name: the name of the entry point. title: the name of the kind in messages.
+    reads_images: whether the server accepts the pixels that the run's own processor makes.
+    rounds_as_here: whether float32 log-probabilities differ from this process's values only by float32 rounding.
+    reward_schemes: the schemes of addresses in rollout.reward that belong to servers of this kind.
     """
 
     name: str
@@ -39,7 +39,7 @@ class ServerKind:
     reward_schemes: tuple[str, ...] = ()
 
     def open_engine(self, urls: list[str], sampling: Any, *, is_tied: bool, **options: Any) -> Any:
-        """Connect to servers that generate completions; return a `RemoteEngine`. options: as of `ServedEngine`.
+        """Connect to servers that generate completions; return a `RemoteEngine`. options: see `ServedEngine`.
 
         is_tied: whether the student's head is tied to its embedding, and the servers get the full model.
         """
@@ -48,14 +48,14 @@ class ServerKind:
     def open_reward(self, url: str, name: str, timeout: float, warn: Any, token: str | None) -> Any:
         """Connect to a server that gives rewards; return a `RewardCalls` with a method `close`.
 
-        name: the reward in messages. timeout: seconds without an answer after which a call raises ServerError.
-        warn: prints a line. token: the server's bearer token.
+        name: the reward's name in messages. timeout: seconds without an answer after which a call raises ServerError.
+        warn: a function that prints a line. token: the server's bearer token.
         """
         raise NotImplementedError
 
 
 def server_kinds() -> dict[str, Any]:
-    """The registered kinds by name. Each is a `ServerKind`, or has more properties for another add-on."""
+    """The registered kinds by name. Each kind is a `ServerKind`; some have more properties for other add-ons."""
     return load_all(GROUP)
 
 
@@ -65,31 +65,32 @@ def reward_kinds() -> dict[str, ServerKind]:
 
 
 ApiName = Annotated[str, Registered(GROUP, ("auto",))]
-#: what generates completions: the student in the job, or servers
+#: the generator of completions: the student in the job, or servers
 EngineName = Annotated[str, Registered(GROUP, ("transformers",))]
 
-#: the variable of `stillhouse serve`, and of a run's servers that have no variable of their own
+#: the variable for `stillhouse serve`, and for all servers of a run without their own variable
 TOKEN_VARIABLE = "STILLHOUSE_TOKEN"
 _VARIABLE, _TOKEN = re.compile("[A-Z_][A-Z0-9_]*"), re.compile(r"[\x21-\x7e]+")
 
 
 def _checked_variable(name: str) -> str:
-    if not _VARIABLE.fullmatch(name):  # the value may be the token itself: no message may show it
+    if not _VARIABLE.fullmatch(name):  # the value may be the token itself, so no message may show it
         raise ValueError("expected the name of an environment variable in capitals, such as TEACHER_TOKEN; no token")
     return name
 
 
 #: the name of an environment variable
 VariableName = Annotated[str, AfterValidator(_checked_variable)]
-#: by the address of a server, the name of the variable with its token
+#: for each address of a server, the name of the variable with its token
 RewardTokens = dict[Annotated[str, Field(min_length=1)], VariableName]
 
 
 def server_token(key: str, variable: str | None) -> str | None:
-    """The token in this variable. None: that in `TOKEN_VARIABLE`, if it is set. key: of the variable, for messages.
+    """The token in this variable. If `variable` is None, the token in `TOKEN_VARIABLE`, or None if that is not set.
+    key: the key that names the variable, for messages.
 
-    Raises ValueError, which does not show the value, if a variable that the configuration names is not set, or if its
-    value cannot be a token.
+    Raises ValueError if a variable that the configuration names is not set, or if its value cannot be a token. The
+    message does not show the value.
     """
     name = variable or TOKEN_VARIABLE
     token = os.environ.get(name, "")

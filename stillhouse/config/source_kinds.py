@@ -1,4 +1,4 @@
-"""What is known of each source of a teacher's signals. The kinds register in the group `stillhouse.sources`.
+"""The kinds of sources of a teacher's signals. The kinds register in the group `stillhouse.sources`.
 
 A kind is a key of a teacher's section, such as `teacher.url`. The rules between keys follow from the kinds.
 """
@@ -10,22 +10,23 @@ from typing import Any
 from stillhouse.registry import load_all
 
 GROUP = "stillhouse.sources"
-#: the keys of a teacher's section that concern weights and layers in this job
+#: the keys of a teacher's section about weights and layers in this job
 WEIGHT_KEYS = ("parallel", "attention", "revision", "trust_remote_code", "dtype", "quantize", "offload")
 
 
 @dataclass(frozen=True)
 class SourceKind:
-    """A kind of source. The defaults are those of a store with signals only for the data.
+    """A kind of source. The defaults fit a store that has signals only for the data.
 
     key: the key in a teacher's section; the entry point has this name. title: the source in words; {} is replaced by
         the value of the key.
     is_store: whether `open` opens a `SignalStore`. Otherwise `source` makes a `SignalSource`.
     needs_model: whether the source runs `teacher.model` in this job, so that this key must be set, too.
-    beside: which of `WEIGHT_KEYS` and `model` may be set, too. because: why the other keys have no effect.
-    options: the keys that have an effect only with this source; with `signal`, the user chooses the kind of signal.
+    beside: the keys among `WEIGHT_KEYS` and `model` that may also be set. because: the reason why other keys have no
+        effect.
+    options: the keys that have an effect only with this source. With `signal`, the user chooses the signal.
     any_tokens: whether there are signals for tokens outside the data: for completions, and after a prefix.
-    compares_tokenizer: whether a run refuses a teacher whose tokenizer is not the student's.
+    compares_tokenizer: whether a run refuses a teacher with another tokenizer than the student's.
     is_address: whether the value of the key may change when a run is resumed.
     """
 
@@ -52,26 +53,26 @@ class SourceKind:
     def open(self, section: str, teacher: Any, objective: Any, batch_tokens: int) -> Any:
         """Open the `SignalStore` of a teacher. Raises ConfigError if it cannot be used.
 
-        section, teacher: the key of the teacher's section, and the section. objective: the `RunObjective`.
+        section: the key of the teacher's section. teacher: the section. objective: the `RunObjective`.
         batch_tokens: the maximum number of tokens in a forward pass of a teacher in this job.
         """
         raise NotImplementedError
 
     def source(self, sources: Any, section: str, teacher: Any, head: Any) -> Any:
-        """Make the `SignalSource` of a teacher. sources: the `TeacherSources`. head: the teacher's head, on processes
-        with the student's last stage.
+        """Make the `SignalSource` of a teacher. sources: the `TeacherSources`. head: the teacher's head, on the
+        processes with the student's last stage.
         """
         raise NotImplementedError
 
     def prove(self, section: str, teacher: Any, store: Any, documents: Any, data: Any, device: Any) -> None:
-        """Raise ValueError or OSError unless the store has the signals of the teacher that is meant.
+        """Raise ValueError or OSError unless the store has the signals of the intended teacher.
 
-        documents: those of the training data that the teacher scores. data: the `Data` of the run.
+        documents: the training documents that the teacher scores. data: the `Data` of the run.
         """
 
 
 def source_kinds() -> dict[str, SourceKind]:
-    """The registered kinds by key: `model`, then those that leave more possible, because errors name a later one."""
+    """The registered kinds by key: first `model`, then kinds with fewer restrictions; errors name the last kinds."""
     kinds = load_all(GROUP)
 
     def order(key: str) -> tuple[bool, bool, bool, bool, str]:

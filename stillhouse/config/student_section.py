@@ -1,4 +1,4 @@
-"""The keys of every model; and the model that is trained: its first weights, its adapter, its layers for MTP."""
+"""The keys of every model, and the section of the student: its first weights, its adapter and its MTP layers."""
 
 from typing import Annotated, Literal
 
@@ -15,12 +15,11 @@ class ModelConfig(Section):
     """Branch, tag or commit of the model on the hub; null: the default branch. No effect on a folder."""
     trust_remote_code: bool = False
     """Run model code that comes with the weights. Use it only for sources that you trust. false: such code is refused
-    without a question. true is not possible under torchrun. Weights are read only from safetensors files in any
-    case."""
+    without a question. true is not possible under torchrun. Weights are always read only from safetensors files."""
     attention: Text | None = None
     """Attention implementation, as transformers names it (sdpa, eager, flash_attention_2), or varlen: torch's
-    variable-length attention for packed documents, which needs a GPU and activations of 16 bits. null: varlen where
-    the device, the activations and the model allow it, else transformers' choice."""
+    variable-length attention for packed documents, which needs a GPU and activations of 16 bits. null: varlen if
+    the device, the activations and the model allow it, otherwise the implementation that transformers chooses."""
 
 
 class AdapterConfig(Section):
@@ -40,28 +39,27 @@ class AdapterConfig(Section):
 
 
 class MtpConfig(Section):
-    """Layers behind the student's last one, each of which predicts one token further; they are trained and saved
-    with the student. docs/mtp.md explains them.
+    """Layers after the student's last layer. Each of them predicts a token one position later than the layer before
+    it. They are trained and saved with the student. docs/mtp.md explains them.
     """
 
     depths: int = Field(default=1, ge=1)
-    """Number of the layers: layer k predicts the k-th token after the next one."""
+    """The number of layers. Layer k predicts the k-th token after the next token."""
     objective: Text | None = None
     """The loss of every depth, in the grammar of objective.loss and at objective.temperature. null:
     objective.loss."""
     signal: Literal["teacher", "student"] = "teacher"
-    """The target distribution of the depths. teacher: the teacher's distribution of the same token; student: the
-    student's own, without gradients, which is what decides on the drafts in speculative decoding. No effect on
-    cross_entropy."""
+    """The target distribution of the depths. teacher: the teacher's distribution of the same token. student: the
+    student's own distribution, without gradients; in speculative decoding, it decides whether drafts are accepted. No
+    effect on cross_entropy."""
     scale: float = Field(default=0.3, gt=0)
-    """Factor of the depths' loss: the step's loss is that of the student plus scale times the sum over the depths.
-    With train=heads, AdamW cancels it, but train.clip does not."""
+    """Factor of the depths' loss: the step's loss is the student's loss plus scale times the sum over the depths.
+    With train=heads, AdamW cancels this factor, but train.clip does not."""
     train: Literal["all", "heads"] = "all"
-    """all: the student and the layers are trained together; heads: the student is frozen, and only the layers are
-    trained."""
+    """all: the student and the layers are trained together; heads: only the layers are trained."""
     init: Literal["auto", "new"] = "auto"
-    """auto: the layers of the student's checkpoint if its configuration has a number of them (num_mtp_layers), else
-    new ones; new: newly initialised layers."""
+    """auto: the layers of the student's checkpoint if its configuration has their number (num_mtp_layers), otherwise
+    new layers. new: newly initialised layers."""
 
 
 # `from` is a keyword of Python, so it cannot be a field name in a class statement
@@ -93,7 +91,7 @@ def _unlike(parts: list[str]) -> list[str]:
 
 
 class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
-    """Where the student's first weights are from. The folder student.model then needs no weights, only the rest."""
+    """The source of the student's first weights. The folder student.model then needs all files except the weights."""
 
     layers: Annotated[
         Annotated[str, Field(pattern=r"^(every|first|last) [1-9][0-9]*$", examples=["every 2"])]
@@ -101,8 +99,9 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
         | None,
         AfterValidator(_checked_layers),
     ] = None
-    """The teacher's layers that the student gets, in this order: every k (0, k, 2k, …), first k, last k, or a list of
-    different numbers from 0 on; as many as the student has. null: all. No effect with from random."""
+    """The teacher's layers that are copied to the student, in this order: every k (0, k, 2k, …), first k, last k, or
+    a list of different numbers from 0 on. Their number is the number of the student's layers. null: all layers. No
+    effect with from random."""
 
     @property
     def source(self) -> str:
@@ -110,7 +109,7 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
         return str(getattr(self, "from"))
 
     def chosen(self, count: int) -> list[int]:
-        """The layers to copy from a teacher with `count` layers. Numbers are not checked and may be too large."""
+        """The numbers of the layers to copy from a teacher with `count` layers. Too large numbers are not refused."""
         if isinstance(self.layers, list):
             return self.layers
         which, _, k = (self.layers or "every 1").partition(" ")
@@ -125,21 +124,21 @@ class StudentConfig(ModelConfig):
     """Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """The dtype of the trained weights and of the optimizer's state; train.precision sets the dtype in which layers
-    compute. bfloat16 halves the memory and loses small updates. With an adapter: the dtype of the frozen weights; the
-    adapter is at least float32."""
+    compute. bfloat16 halves the memory but loses small updates. With an adapter, it is the dtype of the frozen
+    weights, and the adapter is at least float32."""
     adapter: AdapterConfig | None = None
-    """An adapter to train instead of the model's own weights. null: train the weights."""
+    """An adapter that is trained instead of the model's own weights. null: the weights are trained."""
     quantize: Literal["int8", "nf4"] | None = None
     """With an adapter (QLoRA, arXiv:2305.14314): the frozen weights of the linear layers in 8 bits (int8) or 4 bits
     (nf4), made while the model is loaded; embedding and head keep dtype. Needs `stillhouse[low-bit]` and a run of one
-    process. The trained adapter fits the rounded weights. null: not quantized."""
+    process. The adapter is trained for the rounded weights. null: not quantized."""
     mtp: MtpConfig | None = None
     """Multi-token prediction: layers that draft tokens. null: the student has none."""
     train: Annotated[
         list[Literal["language", "projector", "vision"]], Field(min_length=1), AfterValidator(_unlike)
     ] = Field(default=["language"])
-    """The parts of a vision-language model that are trained; the others are frozen and stay as they are. language:
-    the language model with its embedding and head, or all of a model that reads no images; projector: what maps
-    features of images to the language model; vision: the vision tower."""
+    """The parts of a vision-language model that are trained. All other parts are frozen. language: the language model
+    with its embedding and head, or the whole model if it reads no images. projector: the layers that map features of
+    images to the language model. vision: the vision tower."""
     init: StudentInitConfig | None = None
-    """The weights to begin with. null: those of the files of student.model."""
+    """The first weights of the student. null: the weights in the files of student.model."""

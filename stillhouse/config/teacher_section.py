@@ -1,11 +1,11 @@
-"""The models that are imitated, and where their signals come from: one teacher, or several with names."""
+"""The teachers and the sources of their signals: one teacher, or several teachers with names."""
 
 import re
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from stillhouse.config.errors import ConfigError, MissingKeyError
+from stillhouse.config.errors import ConfigError, MissingKeyError, removed_value
 from stillhouse.config.parallel_section import ParallelConfig
 from stillhouse.config.section import PathText, Removed, Section, Text, Urls, keys_of_add_ons, text_list
 from stillhouse.config.servers import ApiName, VariableName
@@ -17,77 +17,70 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 if TYPE_CHECKING:
     _SourceKeys = Section
-else:  # the sources that other distributions register have keys with texts
+else:  # other distributions can register sources, which have keys with texts
     _SourceKeys = keys_of_add_ons(GROUP, "teacher", PathText | None, "A source of signals of {distribution}.")
 
 
-def _existing_method(method: object) -> object:
-    if method == "uld":
-        raise ValueError(f"got uld, which does not exist any more: {NO_GAIN}; expected gold or null")
-    return method
-
-
 class TeacherConfig(ModelConfig, _SourceKeys):
-    """The model that is imitated; it is frozen. It may be absent (null) if the loss has no divergence.
+    """The frozen model that the student imitates. It may be absent (null) if the loss has no divergence.
 
-    One of `model` (it runs in this job), `cache` and `url` says where its signals come from.
+    One of `model` (the teacher runs in this job), `cache` and `url` sets the source of its signals.
     """
 
     model: PathText | None = Field(default=None, examples=["Qwen/Qwen3-8B"])
     """Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer. With url, it is needed
-    for hidden states from a server that does not offer its tokenizer and output head: they are read from it."""
+    for hidden states if the server does not offer its tokenizer and output head, which are then read from here."""
     cache: PathText | None = None
     """A folder that `stillhouse cache` has written. The teacher's signals are read from it, and no teacher runs;
     teacher.model is then left out."""
     url: Urls = Field(default=None, examples=["http://10.0.0.7:8000"])
     """The address of a server of the teacher (its kinds: see api), or a list of addresses."""
     token_variable: VariableName | None = Field(default=None, examples=["TEACHER_TOKEN"])
-    """The environment variable with the bearer token of the servers at url. null: STILLHOUSE_TOKEN, if it is set. A
-    run with other servers, too, then needs a name here and there, so that no server gets the token of another one."""
+    """The environment variable with the bearer token of the servers at url. null: STILLHOUSE_TOKEN, if it is set. If
+    the run also has other servers, set this key for each of them, so that no server gets another's token."""
     api: ApiName = "auto"
     """The interface of the server at url. auto: detected."""
     signal: Literal["hidden", "top_k", "chosen", "sampled"] = "hidden"
     """The signal that is requested from the server. hidden: hidden states, which give the exact distribution at every
-    temperature. top_k: its top ids. chosen: the student's top ids, with its scores. sampled: samples from the
-    teacher."""
-    cross_tokenizer: Annotated[Literal["gold"] | None, BeforeValidator(_existing_method)] = None
-    """For a teacher with another tokenizer: an approximation of its distribution over the student's tokens. gold:
+    temperature. top_k: the teacher's top ids. chosen: the student's top ids with the teacher's scores. sampled:
+    samples from the teacher."""
+    cross_tokenizer: Annotated[Literal["gold"] | None, removed_value("uld", NO_GAIN, "gold or null")] = None
+    """For a teacher with another tokenizer: how its distribution over the student's tokens is approximated. gold:
     merged probabilities of the spans of text on which both tokenizers agree. null: the teacher must have the
     student's tokenizer, and nothing is approximated."""
     top_k: int = Field(default=64, ge=1)
-    """Ids per token of top_k and chosen, and samples per token of sampled; with cross_tokenizer, the teacher's top
-    ids per token."""
+    """The number of ids per token for top_k and chosen, and of samples per token for sampled. With cross_tokenizer,
+    the number of the teacher's top ids per token."""
     tail: Literal["bucket", "renormalize", "drop"] = "bucket"
-    """How the mass outside of the ids of top_k and chosen counts. bucket: as one more outcome. renormalize: not at
-    all, both sides are conditioned on the ids. drop: the sum over the ids only."""
+    """The treatment of the mass outside of the ids of top_k and chosen. bucket: the mass is one more outcome.
+    renormalize: both distributions are conditioned on the ids. drop: the sum is only over the ids."""
     timeout: float = Field(default=600.0, gt=0)
-    """Seconds without an answer of any server, after which the run saves a checkpoint and stops. A single request is
-    given up after a quarter of them, and sent again."""
+    """Seconds without an answer from any server after which the run saves a checkpoint and stops. A single request is
+    given up after a quarter of this time and sent again."""
     prove: Literal["auto", "always", "never"] = "auto"
-    """Whether the server's teacher is compared with the same model in this process before the first step. auto: if
-    teacher.model is a folder with at most 1 GiB of weights. always: teacher.model is loaded whatever its size. The
-    other checks of a server are always made."""
+    """Whether the server's teacher is compared with teacher.model in this process before the first step. auto: only
+    if teacher.model is a folder with at most 1 GiB of weights. always: for any size. All other checks are always
+    made."""
     prove_every: int = Field(default=0, ge=0)
-    """Steps, and parts of evaluations, between two checks that the servers still give the signals that they gave at
-    the start. 0: only at the start, and when a server comes back that does not send the hash of its weights."""
+    """The number of steps, and of parts of evaluations, between two checks that the servers still send the same
+    signals as at the start. 0: at the start, and when a server that sends no hash of its weights returns."""
     accept: list[Literal["chat_template", "eos"]] = Field(default=[])
-    """Differences between the server's tokenizer and the student's that are accepted: another chat template, another
-    end-of-sequence token."""
+    """The accepted differences of the server's tokenizer from the student's: another chat template, another EOS."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
-    """The dtype of the weights; the layers compute in it, too. auto: the dtype of the saved weights. With url: the
-    dtype of the output head and of hidden states on the wire."""
+    """The dtype of the weights, in which the layers also compute. auto: the dtype of the saved weights. With url, it
+    is the dtype of the output head and of the hidden states that are sent."""
     quantize: Literal["int8", "nf4", "fp8"] | None = None
     """Weights of the teacher's linear layers in 8 bits (int8) or 4 bits (nf4), made while the model is loaded;
     embedding and head keep dtype. fp8: weights and inputs of the products in 8-bit floating point; it needs dtype
     bfloat16 and a GPU of compute capability 8.9 or later. Needs `stillhouse[low-bit]` and a run of one process; for
     several, serve the teacher with `stillhouse serve --quantize`. null: not quantized."""
     offload: bool = False
-    """Keep the teacher's layers in host memory, except while they run: in one process all of them are moved to the
-    device once per step, for all of its micro-batches; under torchrun, FSDP gathers them layer by layer, and needs
+    """Keep the teacher's layers in host memory, except while they run. In one process, all layers are moved to the
+    device once per step, for all micro-batches. Under torchrun, FSDP gathers the layers one by one; this needs
     fsdp > 1."""
     parallel: ParallelConfig | None = None
-    """A layout of the teacher's own, over the same processes, with the keys of parallel. The teacher's hidden states
-    are then sent to the student's processes. null: the student's layout."""
+    """A separate layout for the teacher over the same processes, with the keys of parallel. The teacher's hidden
+    states are then sent to the student's processes. null: the student's layout."""
 
     @property
     def signals_from(self) -> str:
@@ -131,20 +124,20 @@ class TeacherConfig(ModelConfig, _SourceKeys):
 
 
 class NamedTeacherConfig(TeacherConfig):
-    """One of several teachers. It has the keys of `teacher`, and more; `student` is one more source of signals."""
+    """One of several teachers. It has the keys of `teacher` and more; `student` is one more source of signals."""
 
     student: Literal["live", "ema"] | None = None
-    """The student as its own teacher, in eval mode and without gradients. live: with its present weights; it then
-    needs a prefix. ema: with an exponential moving average of its weights."""
+    """The student as its own teacher, in eval mode and without gradients. live: with its present weights; this needs
+    a prefix. ema: with an exponential moving average of its weights."""
     ema_decay: float = Field(default=0.999, ge=0, lt=1)
     """With student: ema, the average becomes ema_decay × the average + (1 − ema_decay) × the student's weights after
     each step."""
     prefix: Text | None = Field(default=None, examples=["You know the answer: {answer}. "])
     """Text that only this teacher reads, before the document; `{column}` is filled from the record. In conversations
-    it becomes a system message of its own."""
+    it becomes a separate system message."""
     weight: float = Field(default=1.0, gt=0)
-    """The teacher's share: the weights of all teachers are divided by their sum. With teachers.route, a factor of the
-    divergence of its documents."""
+    """The weight of the teacher. Its share is the weight divided by the sum of all weights. With teachers.route, the
+    weight is a factor of the divergence on the teacher's documents."""
     temperature: float | None = Field(default=None, gt=0)
     """The temperature of this teacher's divergence; null: objective.temperature."""
 
@@ -164,8 +157,8 @@ class TeachersConfig(Section):
     route: Text | None = Field(default=None, examples=["subject"])
     """The column of the data that names each document's teacher. null: every teacher scores every document."""
     sum: Literal["divergences", "distributions"] = "divergences"
-    """Without route: what is summed with the teachers' weights. divergences: each teacher's divergence.
-    distributions: the teachers' probabilities, from which the student then has one divergence."""
+    """Without route: the quantities that are summed with the teachers' weights. divergences: the divergences from the
+    teachers. distributions: the teachers' probabilities; there is one divergence, from their sum."""
 
     @property
     def named(self) -> dict[str, NamedTeacherConfig]:

@@ -21,26 +21,26 @@ class TrainConfig(Section):
     """Steps, batches and the optimizer."""
 
     tokens_per_step: int = Field(default=131072, ge=1)
-    """Tokens of one optimizer step over all processes, rounded down to whole packed sequences; the same under every
-    layout. No effect with rollout.prompts_per_step."""
+    """The number of tokens of one optimizer step over all processes, rounded down to whole packed sequences. It is
+    the same under every layout. No effect with rollout.prompts_per_step."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Tokens of one micro-batch, at least data.max_tokens. Affects memory and speed, never the loss."""
+    """The number of tokens of one micro-batch, at least data.max_tokens. Affects memory and speed, never the loss."""
     epochs: float | None = Field(default=1.0, gt=0)
-    """Passes over the data; may be fractional. null if steps is given."""
+    """The number of passes over the data; it may be fractional. It is null if steps is set."""
     steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps, instead of epochs. null: as many as epochs needs."""
+    """The number of optimizer steps, instead of epochs. null: the number that epochs needs."""
     optimizer: Annotated[str, Registered("stillhouse.optimizers")] = "adamw"
     """muon: Muon for the matrices inside the layers (MTP layers and projectors too), AdamW for all other weights.
-    adafactor: half of AdamW's memory or less. adamw_8bit: AdamW with moments of 8 bits (needs stillhouse[low-bit]).
-    The last two work in one process and under pipeline stages."""
+    adafactor: needs at most half of AdamW's memory. adamw_8bit: AdamW with moments of 8 bits (needs
+    stillhouse[low-bit]). The last two work in one process and under pipeline stages."""
     learning_rate: float = Field(default=2e-5, gt=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """How the learning rate falls from its peak to min_learning_rate after the warm-up. constant: it stays at the
     peak; wsd: it stays at the peak and falls linearly at the end."""
     warmup: Annotated[float, AfterValidator(_checked_warmup)] = Field(default=0.03, ge=0)
-    """Duration of the learning rate's linear rise at the start: below 1, a share of all steps; from 1 on, a number of
-    steps."""
+    """Duration of the learning rate's linear rise at the start. A value below 1 is a share of all steps, any other
+    value is a number of steps."""
     min_learning_rate: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the end, as a share of the peak. No effect with schedule constant."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -58,16 +58,15 @@ class TrainConfig(Section):
     that have units for it, else fp32."""
     residual_dtype: Literal["bfloat16"] | None = None
     """The dtype of the student's hidden states between its layers, with precision bf16. bfloat16 halves the bytes of
-    norms and additions, and rounds more; the layers of some families return float32 all the same. null: the weights'
-    dtype."""
+    norms and additions, but rounds more. Layers of some families always return float32. null: the weights' dtype."""
     compile: bool = False
-    """Compile the layers of the student and of teachers in this job with torch.compile: fewer kernels, after a start
-    that is minutes longer. Generation runs the plain layers."""
+    """Compile the layers of the student and of teachers in this job with torch.compile. A step then has fewer
+    kernels, but the start takes minutes longer. Generation runs the layers without compilation."""
     activation_checkpointing: bool = False
-    """Recompute the layers in backward: needs less memory and about a third more time."""
+    """Recompute the layers in backward. This needs less memory, but about a third more time."""
     timeout: float = Field(default=600.0, gt=0)
-    """Seconds after which the job ends if a rank sends no heartbeat, or if a step starts no further micro-batch (both
-    under torchrun only), or if no server of rollout.url has loaded new weights."""
+    """Seconds after which the job ends if a rank sends no heartbeat or a step starts no further micro-batch (both
+    only under torchrun), or if no server of rollout.url has loaded new weights."""
 
     @model_validator(mode="before")
     @classmethod

@@ -13,7 +13,7 @@ from stillhouse.config.errors import ConfigError
 from stillhouse.display import message
 from stillhouse.libraries import reading
 
-#: the largest 64-bit integer; a larger number can only be a mistake, and Python cannot print very long numbers
+#: the largest 64-bit integer; a larger number must be a mistake, and Python cannot print very long numbers
 LARGEST = 2**63 - 1
 #: limits of a document: characters, and depth of nested brackets (reading time grows with the square of the depth)
 MAX_CHARACTERS, MAX_DEPTH = 100_000, 200
@@ -21,7 +21,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class _Constructor(SafeConstructor):
-    """YAML 1.2's core schema: dates and `=` are text, unlike in YAML 1.1; there are no other types."""
+    """YAML 1.2's core schema. Unlike in YAML 1.1, dates and `=` are text."""
 
     def construct_yaml_int(self, node: Any) -> int:
         number = int(super().construct_yaml_int(node))
@@ -50,7 +50,7 @@ def read_yaml(text: str, source: str, *, numbered: bool = True) -> Any:
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = _Constructor
     try:
-        with reading("a value is not what its tag says, or nested too deeply", passes=YAMLError):
+        with reading("a value does not fit its tag or is nested too deeply", passes=YAMLError):
             return yaml.load(text)
     except (YAMLError, ValueError) as error:
         number, problem = None, str(error).partition("\n")[0]
@@ -60,7 +60,7 @@ def read_yaml(text: str, source: str, *, numbered: bool = True) -> Any:
         elif isinstance(error, ReaderError):
             number = text[: error.position].count("\n")
         if isinstance(error, DuplicateKeyError):
-            problem = str(error.problem).partition(" with value ")[0]  # without the values, which are not parsed yet
+            problem = str(error.problem).partition(" with value ")[0]  # without the value, which is not parsed yet
         line = f":{number + 1}" if numbered and number is not None else ""
         raise ConfigError(None, message(f"{source}{line}: not valid YAML: {problem}")) from error
 

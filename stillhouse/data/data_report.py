@@ -13,12 +13,12 @@ from stillhouse.data.render.templates import Encoded, Rendered, Targets
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.display import escaped, name_list
 
-#: the end of the source of a document that is a piece of a record
+#: how the source of a document ends if the document is a piece of a record
 _PIECE = re.compile(r" \(piece \d+ of \d+\)$")
 
 
 def documents_in_words(records: int, pieces: int) -> str:
-    """The number of documents, and of the pieces into which they are split, if they are."""
+    """The number of documents, and the number of their pieces if any document was split."""
     return f"{records:,} documents" + (f" in {pieces:,} pieces" if pieces > records else "")
 
 
@@ -39,9 +39,9 @@ class DataReport:
     records: int = 0  # each record counts once, even if it has several pieces
     tokens: int = 0
     target_tokens: int = 0
-    joined_turns: int = 0  # turns whose first token also has characters of the prompt
+    joined_turns: int = 0  # turns whose first token also contains characters of the prompt
     trained_ends: list[int] = field(default_factory=list)  # ids of the tokens that teach the student to stop
-    trained_share: float | None = None  # the share of all trained tokens, only for a weighted source
+    trained_share: float | None = None  # only for a weighted source: its share of all trained tokens
     reasons: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -76,25 +76,25 @@ class DataReport:
         return escaped(f"{self.source}: {', '.join(text for is_shown, text in parts if is_shown)}")
 
 
-#: the warnings by their kinds, of which "thought", "changed" and "key" are those of lost texts (`written_texts.py`)
+#: the warnings by kind; the kinds "thought", "changed" and "key" are kinds of lost texts (`written_texts.py`)
 _WARNINGS = {
     "mark": (
         f"its text has {MARK}, and the record has no image, so that {MARK} is read as text; expected a column images "
         "if it marks the place of one"
     ),
     "thought": (
-        "the chat template does not write {what}, so that the student does not learn it. Templates of reasoning "
-        "models leave out the thoughts of turns before the last question, and read one name of thoughts alone. To "
-        "train on them: a template that writes them (data.chat_template), or a record for each turn, as 'prompt' and "
-        "'completion'"
+        "the chat template does not write {what}, so the student does not learn it. Templates of reasoning models "
+        "leave out the thoughts of turns before the last question, and read only one name of the key with thoughts. "
+        "To train on the thoughts, set a template that writes them (data.chat_template), or give one record for each "
+        "turn, as 'prompt' and 'completion'"
     ),
     "changed": "the chat template does not write {what} as it is, but with changes inside the text",
-    "key": "the chat template does not write {what}, so that the student does not see it",
+    "key": "the chat template does not write {what}, so the student does not see it",
     "space": (
-        "the prompt ends with a space, which this tokenizer joins with a word behind it, so that a completion has "
-        "other tokens at its beginning than the same text in one piece, as models have read it; expected no space at "
-        "the end of prompts and of the chat template's generation prompt (data.chat_template), and completions that "
-        "begin with it"
+        "the prompt ends with a space. This tokenizer joins a space with the next word, so the first tokens of the "
+        "completion differ from the tokens of the same text in one piece, which models were trained on; expected no "
+        "space at the end of prompts and of the chat template's generation prompt (data.chat_template), and "
+        "completions that begin with the space"
     ),
 }
 
@@ -102,8 +102,8 @@ _WARNINGS = {
 class TextFindings:
     """Counts the records of a source that need a warning, and collects the tokens that teach the student to stop.
 
-    end_ids: the end-of-sequence ids of tokenizer and student. They teach it wherever they are targets. So does the
-    special token with which the template ends the assistant's last turn (see `Rendered.end`).
+    end_ids: the end-of-sequence ids of tokenizer and student. The student learns to stop wherever such a token is a
+        target, and from the special token with which the template ends the assistant's last turn (`Rendered.end`).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: Targets, end_ids: Collection[int]):
@@ -131,7 +131,7 @@ class TextFindings:
             self._first.setdefault(kind, (where, what))
 
     def add_ends(self, encoded: Encoded, kept: int, end: str) -> None:
-        """kept: the number of tokens of the document that are trained on. end: see `Rendered`."""
+        """kept: the number of tokens of the document that are kept. end: see `Rendered`."""
         ids_T = encoded.ids[:kept][encoded.targets[:kept]]
         ends = [*self._end_ids, *([self._special[end]] if end in self._special else [])]
         self.trained_ends.update(ids_T[np.isin(ids_T, ends)].tolist())

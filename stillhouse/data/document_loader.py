@@ -1,4 +1,4 @@
-"""Makes documents from records: reads, tokenizes, cuts and counts them.
+"""Makes documents from records: reads, tokenizes, cuts and counts the records.
 
 A plain text longer than the limit is split into pieces, which are separate documents. A piece begins with the last
 token of the previous piece, so that no prediction is lost. Conversations, and prompts with their completions, are
@@ -44,7 +44,7 @@ from stillhouse.display import first_line
 
 _BATCH = 512  # records per call of the tokenizer
 _REASONS = 5  # the most errors that a report keeps
-_BYTES_PER_CHARACTER = 200  # bytes of media that wait count like the memory that a tokenizer takes
+_BYTES_PER_CHARACTER = 200  # memory that a tokenizer needs; 200 waiting bytes of media count as a character
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LoadOptions:
     """How records are converted to documents.
 
     max_tokens: the most tokens of a document with its longest prefix.
-    tokens: which tokens are targets if a record has a prompt or several roles.
+    tokens: which tokens are targets. It matters only if a record has a prompt or several roles.
     on_error: "skip" skips and counts an invalid record.
     columns: the names of additional columns to keep; every record must have them.
     allowed: for some of these columns, the allowed values.
@@ -60,10 +60,10 @@ class LoadOptions:
     reader: the column (one of `columns`) with the name of the only teacher that reads the document and its prefix.
     prompts: read only the part before the completion (see `record_forms.py`). Such a document has no targets. If it
         is too long, the record is invalid.
-    tools: the JSON schemas of the tools that the model of a run may call. Conversations are written with them, or
-        with those of their column `tools`, which must be among them.
-    fits_teachers: whether `max_tokens` is the limit for what teachers read, too, if their tokens of media are more.
-    end_ids: the end-of-sequence ids of the student beside that of the tokenizer.
+    tools: the JSON schemas of the tools that the model of a run may call. Conversations are rendered with them, or
+        with the tools of their own column `tools`, all of which must be tools of the run.
+    fits_teachers: whether `max_tokens` also limits the tokens that teachers read, if they need more tokens for media.
+    end_ids: the end-of-sequence ids of the student, in addition to the end-of-sequence id of the tokenizer.
 
     Raises ValueError if `max_tokens` is less than 2.
     """
@@ -100,8 +100,8 @@ def load_documents(
 ) -> Documents:
     """Read and tokenize a dataset. source: as in `read_records`.
 
-    processor: that of the student, for media.
-    teachers: how teachers in this job read media, by their names; all others read them as the student.
+    processor: the student's processor of media.
+    teachers: how teachers in this job read media, by name. All other teachers read media as the student does.
     cache: a folder of tokenized datasets, which are memory-mapped (`token_cache.py`). It has no effect for a hub id,
         a slow tokenizer, or `keep_records`.
 
@@ -129,8 +129,8 @@ def load_documents(
 
 
 class _Waiting(NamedTuple):
-    """A record that is not tokenized yet. values: those of the kept columns. prefixes: one text per teacher. media:
-    what teachers read in place of the student's tokens of media, by their names.
+    """A record that is not tokenized yet. values: the values of the kept columns. prefixes: one text per teacher.
+    media: the substitutions for the student's tokens of media, by the names of the teachers.
     """
 
     rendered: Rendered
@@ -161,7 +161,7 @@ class _Loader:
         self.template: Template | None = None
         self.foreign: ForeignColumns | None = None
         self.waiting: list[_Waiting] = []
-        self.characters = 0  # of the waiting records
+        self.characters = 0  # the sum over the waiting records
         self.end_ids = {*options.end_ids, *([] if (eos := tokenizer.eos_token_id) is None else [eos])}
         self.findings = TextFindings(tokenizer, options.targets, self.end_ids)
 
@@ -227,7 +227,6 @@ class _Loader:
         return self.template
 
     def _converted(self, record: Record) -> dict[str, Any]:
-        """The fields of a record in Stillhouse's columns, with the bytes of its media."""
         fields = record.fields if self.foreign is None else self.foreign.convert(record.fields)
         return with_media(replace(record, fields=fields)).fields
 
@@ -235,7 +234,7 @@ class _Loader:
         fields, options = self._converted(record), self.options
         rendered = template.render(fields)
         self.findings.add(rendered, record.where)
-        # the key is the first 64 bits of the sha256 of the used columns. A file counts as its bytes, not as its path
+        # The key is the first 64 bits of the sha256 of the used columns, with the bytes of files in place of paths.
         used = [*template.columns, *(column for column in template.extras if fields.get(column))]
         content = json.dumps(
             [without_null(fields[column]) for column in used],
@@ -256,7 +255,7 @@ class _Loader:
                     media[name] = teacher.substitutions(rendered.body, encoded, encoded.media, special=special)
                 elif teacher.is_shared:
                     media[name] = []
-                else:  # the teacher reads nothing of the document
+                else:  # the teacher does not read the document
                     media[name] = [Substitution(0, len(encoded.ids), np.empty(0, dtype=np.int32))]
         return _Waiting(
             rendered,
@@ -295,7 +294,7 @@ class _Loader:
         except RecordError as error:
             if len(records) == 1:
                 self._reject(records[0].where, str(error))
-            else:  # one by one, because the error does not say which record it is
+            else:  # one by one, because the error does not say which record is invalid
                 for record in records:
                     self._encode_together(template, [record])
             return
@@ -333,8 +332,8 @@ class _Loader:
             self.writer.add(piece, source, waiting.key, waiting.values, by_teacher, waiting.record)
 
     def _problem(self, encoded: Encoded, gains: dict[str, int], room: int) -> str:
-        """The error of a document. gains: how many tokens more each teacher reads. room: how many tokens fit beside
-        the most of them.
+        """The error of a document. gains: the number of tokens that each teacher reads in addition to the student's.
+        room: the number of tokens that the document may have, after the largest gain is subtracted.
         """
         most = self.options.max_tokens
         if room < 2:

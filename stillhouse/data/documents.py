@@ -18,7 +18,7 @@ from stillhouse.data.offsets import chosen_tokens, offsets_of
 from stillhouse.data.record import DataError
 from stillhouse.data.substitutions import Substitutions
 
-#: documents whose targets are counted at once, so that the counting needs little memory
+#: the number of documents whose targets are counted at once; it limits the memory for counting
 _COUNTED_TOGETHER = 4096
 
 
@@ -32,11 +32,11 @@ class Documents:
     keys_D: uint64, a hash of the record's content. All pieces of a text have the same hash.
     sources: `file:line` of each document.
     columns: additional columns of the records, one value per document.
-    substitutions: by the teacher's name; "" is the name of a single teacher.
+    substitutions: the substitutions by the teacher's name; "" is the name of a single teacher.
     records: the record of each document; empty if records are not kept.
     per_token: additional numbers per token, [N] float32.
-    weights_N: float32, the weights of the targets, above 0; None: all weights are 1.
-    set_D: int64, the number of the set (a weighted source, or an evaluation set) of each document. None: one set.
+    weights_N: float32, the weights of the targets, above 0. If it is None, all weights are 1.
+    set_D: int64, the number of each document's set (a weighted source or an evaluation set); None for one set.
     reports: the report of each set by the set's name, in the order of the set numbers.
     media: the encoded media of the documents; None if no document has any.
     """
@@ -99,7 +99,7 @@ class Documents:
         return np.diff(self.offsets)
 
     def part(self, values_N: np.ndarray, document: int) -> np.ndarray:
-        """The slice of an array over all tokens that belongs to one document."""
+        """The slice of an array [N] that belongs to one document."""
         return values_N[self.offsets[document] : self.offsets[document + 1]]
 
     def tokens(self, document: int) -> np.ndarray:
@@ -122,7 +122,7 @@ class Documents:
 
     @cached_property
     def target_counts_D(self) -> np.ndarray:
-        """Targets per document that a row predicts, int64. The first access reads all targets."""
+        """The number of targets of each document that a row predicts, int64. The first access reads all targets."""
         counts_D = np.empty(len(self), dtype=np.int64)
         for first in range(0, len(self), _COUNTED_TOGETHER):
             borders = np.asarray(self.offsets[first : first + _COUNTED_TOGETHER + 1])
@@ -132,13 +132,13 @@ class Documents:
         return counts_D
 
     def widths(self, teachers: Sequence[str], chosen: np.ndarray) -> np.ndarray:
-        """The most tokens of each chosen document that the student or one of these teachers reads, int64."""
+        """For each chosen document, the most tokens that the student or one of these teachers reads, int64."""
         gains = [self.substitutions[name].gains_D[chosen] for name in teachers if name in self.substitutions]
         lengths = self.offsets[chosen + 1] - self.offsets[chosen]
         return lengths + np.max([np.zeros(len(chosen), np.int64), *gains], axis=0)
 
     def as_read_by(self, teacher: str) -> "Documents":
-        """Make this teacher's substitutions. Returns the same documents if the teacher has none."""
+        """The documents with this teacher's substitutions; the same object if the teacher has no substitutions."""
         if teacher not in self.substitutions or not len(self):
             return self
         substitutions, tokens, targets = self.substitutions[teacher], [], []
@@ -157,7 +157,7 @@ class Documents:
         )
 
     def fingerprint(self) -> str:
-        """A sha256 of all contents, which a resumed run compares."""
+        """A sha256 of all contents. A resumed run compares it."""
         digest = hashlib.sha256()
         arrays = [self.tokens_N, self.targets_N, self.offsets]
         for substitutions in (self.substitutions[name] for name in sorted(self.substitutions)):
@@ -202,10 +202,11 @@ class Documents:
         return report.counted(sources, len(index_N), self.targets_N[index_N].sum())
 
     def split(self, share: float) -> tuple["Documents", "Documents"]:
-        """(train, evaluation): a document is held out if the hash of its content, scaled to 0 … 1, is below `share`.
+        """Return (train, evaluation).
 
-        So the split does not depend on the order of the records or on the tokenizer, and equal documents are in the
-        same part. Raises ValueError if `share` is not in (0, 1), or if all documents are equal.
+        A document is held out if the hash of its content, scaled to 0 … 1, is below `share`. So the split does not
+        depend on the order of the records or on the tokenizer, and equal documents are in the same part. Raises
+        ValueError if `share` is not in (0, 1), or if all documents are equal.
         """
         if not 0 < share < 1:
             raise ValueError(f"the share of documents held out must lie between 0 and 1, got {share}")
@@ -219,19 +220,19 @@ class Documents:
         held_out_D |= self.keys_D == smallest
         held_out_D &= self.keys_D != largest
         train, evaluation = self.select(np.flatnonzero(~held_out_D)), self.select(np.flatnonzero(held_out_D))
-        # only the report of the training documents has the counts of read, cut and skipped records of the source
+        # Only the report of the training documents counts the read, cut and skipped records of the source.
         report = evaluation._counted(DataReport(f"{share:g} of {self.report.source}"), range(len(evaluation)))
         return train, replace(evaluation, report=report, set_D=None, reports={})
 
     def overlap(self, other: "Documents") -> int:
-        """The number of these documents whose record has the content of a record of `other`."""
+        """The number of these documents whose record has the same content as a record of `other`."""
         return int(np.isin(self.keys_D, other.keys_D).sum())
 
     def check_ids(self, rows: int, which: str, teachers: Sequence[str] = ()) -> None:
         """Raise DataError for the first document with a token id ≥ `rows`, the number of rows of a head.
 
-        which: the model, for the error. teachers: those that are this model. Their substitutions are checked, too,
-        and tokens that all of them substitute are not.
+        which: the model's name for the error. teachers: the names of the teachers that are this model. Their
+        substitutions are checked, too. Tokens that all these teachers substitute are not checked.
         """
         substitutions = {name: self.substitutions[name] for name in teachers if name in self.substitutions}
         is_beyond_N = self.tokens_N >= rows

@@ -1,8 +1,8 @@
-"""Media: what documents carry beside their text, such as images, and what the add-on that reads them does.
+"""Media, such as images: data that documents have beside their text, and the interface of the add-on that reads it.
 
-An add-on registers its kind of media as an entry point of `stillhouse.media`. The entry's module is
-light, and loads the others when a record or a model has media. The add-on's processor turns the files of a document
-into placeholder tokens and tensors (`MediaProcessor`), which are arguments of the model and travel under their names.
+An add-on registers its kind of media as an entry point of `stillhouse.media`. The entry's module is light. It loads
+the add-on's other modules when a record or a model has media. The add-on's processor turns the files of a document
+into placeholder tokens and tensors (`MediaProcessor`). The tensors keep the names of the model's arguments.
 
 S tokens of a document, A axes of rotary positions.
 """
@@ -28,19 +28,19 @@ from stillhouse.registry import load, load_all
 
 #: the group of entry points
 GROUP = "stillhouse.media"
-#: the words for media in messages; the first one is also in the names of fields that are stored
+#: the words for media in messages; the first one is also part of the names of stored fields
 MEDIA, MEDIUM = "images", "an image"
-#: columns of records that have media
+#: the columns of records that contain media
 _COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 _MESSAGE_COLUMNS = ("messages", "prompt", "completion")
 
-#: computes the rotary positions of one document, [S, A]: of its ids [S], its token types [S] or None, and its media.
-#: None for a model with one axis
+#: computes the rotary positions [S, A] of one document from its ids [S], its token types ([S] or None) and its media;
+#: returns None for a model with one axis
 AxisPositions = Callable[[Tensor, Tensor | None, Mapping[str, Tensor]], Tensor | None]
 
 
 class MediaTensors(NamedTuple):
-    """tensors: arguments of the model. sizes: the width and height of each picture that the processor got."""
+    """tensors: arguments of the model. sizes: the width and height of each picture that the processor received."""
 
     tensors: Mapping[str, Tensor]
     sizes: Sequence[tuple[int, int]]
@@ -48,7 +48,7 @@ class MediaTensors(NamedTuple):
 
 class Expanded(NamedTuple):
     """A text with its placeholders expanded. offsets: the characters of each token in the expanded text. replaced:
-    for each file, the span of its placeholder in the text and in the expanded text.
+    for each file, the span of its placeholder in the original text and its span in the expanded text.
     """
 
     ids: list[int]
@@ -56,14 +56,14 @@ class Expanded(NamedTuple):
     replaced: list[tuple[Span, Span]]
 
     def shifted(self, spans: Sequence[Span]) -> tuple[Span, ...]:
-        """Spans of the text as spans of the expanded text."""
+        """Convert spans of the original text to spans of the expanded text."""
         ends = [span[1] for span, _ in self.replaced]
         gained = [0, *(new[1] - span[1] for span, new in self.replaced)]
         moved = (tuple(at + gained[bisect_right(ends, at)] for at in span) for span in spans)
         return tuple((begin, end) for begin, end in moved)
 
     def media_spans(self) -> tuple[Span, ...]:
-        """The tokens of each file: all that the processor wrote in place of its placeholder."""
+        """The tokens of each file: all tokens that the processor wrote in place of the file's placeholder."""
         begins_S, ends_S = np.asarray(self.offsets, dtype=np.int64).reshape(-1, 2).T
         by_file = [np.flatnonzero((begins_S < end) & (ends_S > begin)) for _, (begin, end) in self.replaced]
         return tuple((int(places[0]), int(places[-1]) + 1) for places in by_file)
@@ -72,10 +72,10 @@ class Expanded(NamedTuple):
 class MediaProcessor(Protocol):
     """The processor of a model. It is loaded when the first file is read.
 
-    kind: the name under which its add-on is registered. files: its own files.
-    placeholder: stands for a file in a text. placeholder_ids: the ids of the tokens that stand for features.
-    pixels_identity: a hash of all settings that determine the tensors of a file. Models with other tokens may have
-        the same one.
+    kind: the name under which the add-on is registered. files: the files from which the processor is loaded.
+    placeholder: the text that stands for a file. placeholder_ids: the ids of the tokens that stand for features.
+    pixels_identity: a hash of all settings that determine the tensors of a file. Models with different tokens may
+        share it.
     """
 
     kind: str
@@ -90,7 +90,7 @@ class MediaProcessor(Protocol):
     def pixels_identity(self) -> str: ...
 
     def identity(self) -> list[Any]:
-        """Everything that determines the tokens and tensors of a file beside `versions`."""
+        """Everything except `versions` that determines the tokens and tensors of a file."""
 
     def versions(self) -> list[Any]:
         """The versions of the libraries and of the code that read files."""
@@ -100,35 +100,35 @@ class MediaProcessor(Protocol):
 
     def expand(self, text: str, files: Sequence[MediaFile], *, special: bool, is_safe: bool = False) -> Expanded:
         """Tokenize a text with one placeholder for each file. special: whether the tokenizer adds special tokens.
-        is_safe: the files were decoded before, so that they need no process with limits. Raises RecordError.
+        is_safe: whether the files were decoded before, so that they need no process with limits. Raises RecordError.
         """
 
     def read(self, documents: Documents, document: int, ids: np.ndarray) -> MediaTensors:
         """The tensors of one document's files. ids: the document as the model reads it. Raises DataError."""
 
     def read_files(self, files: Sequence[MediaFile], ids: np.ndarray) -> MediaTensors:
-        """As `read`, of these files and of the ids of their document. Raises ValueError."""
+        """Like `read`, for these files. ids: the document of the files. Raises ValueError."""
 
     def join(self, documents: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The tensors of several documents, as a micro-batch has them; empty without media."""
+        """Join the tensors of several documents for a micro-batch. The result is empty if no document has media."""
 
     def token_types(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        """The kinds of tokens of a document, [S] int64, by the name of the model's argument; empty if it has none."""
+        """The token types of a document, [S] int64, by the model's argument; empty if the model has none."""
 
     def example_documents(self) -> list[dict[str, Tensor]]:
-        """Documents with one, two and no example files, as the processor returns them, [1, S]."""
+        """Example documents with one file, two files and no file, as the processor returns them: tensors [1, S]."""
 
     def example_prompts(self) -> list[tuple[np.ndarray, list[MediaFile]]]:
-        """Prompts with two, one and no example files: token ids, and files."""
+        """Example prompts with two files, one file and no file, each as token ids and files."""
 
     def prompt_arguments(self, decoder: Any, requests: Sequence[Any], width: int) -> dict[str, Tensor]:
-        """The arguments of transformers' `generate` for `GenerationRequest`s. width: of the longest prompt."""
+        """The arguments of transformers' `generate` for `GenerationRequest`s. width: the longest prompt's."""
 
     def check_texts(self, documents: Documents) -> None:
         """Raise DataError for a document without media that has a placeholder token."""
 
     def in_words(self, documents: Documents, document: int) -> str:
-        """The media of a document, and the numbers of its tokens."""
+        """A description of a document's media, with the numbers of their tokens."""
 
     def shortened(self, text: str) -> str:
         """The text with a count in place of a placeholder token that is repeated."""
@@ -142,16 +142,16 @@ def media_kind(processor: MediaProcessor) -> Any:
 def find_media_processor(
     name_or_path: str, tokenizer: PreTrainedTokenizerBase, **options: Any
 ) -> MediaProcessor | None:
-    """The processor of a folder or a hub id; None if it has none. options: see `ImageProcessor`."""
+    """The processor of a folder or a hub id; None if it has no processor. options: see `ImageProcessor`."""
     processors = (kind.find_processor(name_or_path, tokenizer, **options) for kind in load_all(GROUP).values())
     return next((processor for processor in processors if processor is not None), None)
 
 
 def with_media(record: Record) -> Record:
-    """The record with the bytes of all its files in its messages, as values of parts, without columns of files.
+    """The record with the bytes of all files as values of parts in its messages, and without columns of files.
 
-    Raises RecordError for a file that cannot be read, for files without a place in the messages, and for media that
-    no add-on reads.
+    Raises RecordError for a file that cannot be read, for files without a place in the messages, and for media of no
+    add-on.
     """
     columns = (record.fields.get(name) for name in _MESSAGE_COLUMNS)
     messages = [message for column in columns if isinstance(column, list) for message in column]
@@ -163,7 +163,7 @@ def with_media(record: Record) -> Record:
 
 
 def shown_positions(ids: np.ndarray, processor: MediaProcessor | None) -> np.ndarray:
-    """The positions of all tokens, but only of the first one of each run of placeholders."""
+    """The positions of the tokens to show: all tokens, but only the first token of each run of placeholders."""
     is_placeholder = np.isin(ids, [] if processor is None else processor.placeholder_ids)
     return np.flatnonzero(~is_placeholder | ~np.concatenate([[False], is_placeholder[:-1]]))
 
@@ -173,22 +173,22 @@ def shown_text(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, processor: M
 
 
 def media_end(ids: np.ndarray, processor: MediaProcessor | None) -> int:
-    """The least length of a prompt that has all media of its document and a token behind them; 0 without media."""
+    """The least length of a prompt that contains all media and a token after them; 0 if there are no media."""
     places = np.flatnonzero(np.isin(ids, [] if processor is None else processor.placeholder_ids))
     return int(places[-1]) + 2 if len(places) else 0
 
 
 def shown_media(files: Sequence[MediaFile], processor: MediaProcessor | None) -> dict[str, Any]:
-    """The fields of a record with which a page shows a document's files."""
+    """The fields of a record from which a page shows a document's files."""
     return {} if processor is None or not files else media_kind(processor).shown(files)
 
 
 @dataclass(frozen=True, eq=False)
 class DocumentMedia:
-    """The media of a document, for a model that reads the document by itself.
+    """The media of a document, for a model that reads this document alone.
 
-    identity: a hash of the encoded files and of everything that determines their tensors. read: makes the tensors;
-    raises DataError if a file has changed. placeholder_ids: the tokens that stand for features.
+    identity: a hash of the encoded files and of everything that determines their tensors. read: a function that makes
+    the tensors; it raises DataError if a file has changed. placeholder_ids: the tokens that stand for features.
     """
 
     identity: bytes
@@ -199,8 +199,8 @@ class DocumentMedia:
 class MediaInputs:
     """Makes the inputs of a micro-batch that come from media.
 
-    teachers: the same for each teacher in this job with another processor, by its name; None for a teacher that reads
-        no media. All other teachers read what the student reads.
+    teachers: by name, the `MediaInputs` of each teacher in this job with another processor; None for a teacher that
+        reads no media. All other teachers read the student's inputs.
     """
 
     def __init__(
@@ -214,8 +214,8 @@ class MediaInputs:
     def tensors(
         self, documents: Documents, members: Sequence[int], ids_M: Sequence[np.ndarray], *, may_skip: bool = False
     ) -> list[dict[str, Tensor]]:
-        """The tensors of the media of each document. ids_M: the documents as the model reads them. may_skip: a
-        document without a placeholder is one that the model, a teacher, does not read; otherwise, raises DataError.
+        """The tensors of the media of each document. ids_M: the documents as the model reads them. may_skip:
+        whether the model is a teacher that may skip a document without a placeholder. Otherwise, raises DataError.
         """
         return [
             {}
@@ -225,7 +225,7 @@ class MediaInputs:
         ]
 
     def of(self, documents: Documents, document: int) -> DocumentMedia | None:
-        """The media of one document; None without media."""
+        """The media of one document; None if it has no media."""
         files = documents.media_of(document)
         if not files:
             return None
@@ -237,7 +237,7 @@ class MediaInputs:
         )
 
     def per_token(self, ids: np.ndarray, media: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-        """The further inputs of one document: token types [S] and axis positions [S, A], if the model has them."""
+        """The inputs per token of one document: token types [S] and axis positions [S, A], if the model has them."""
         inputs = self.processor.token_types(ids)
         if self.axis_positions is not None:
             types_S = next(map(torch.from_numpy, inputs.values()), None)

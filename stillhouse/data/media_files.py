@@ -30,8 +30,8 @@ _NAMES = ("sha256", "path", "data")
 class MediaFile:
     """A file, such as an encoded image.
 
-    sha256: of the bytes when the data was loaded. path: None if the bytes are part of the record.
-    data: the bytes; None if they are read from `path` when they are used.
+    sha256: the hash of the bytes when the data was loaded. path: the file; None if the bytes are part of the record.
+    data: the bytes; None if they are read from `path` at each use.
     """
 
     sha256: bytes
@@ -40,13 +40,13 @@ class MediaFile:
 
     @classmethod
     def of(cls, data: bytes, path: str | None = None) -> "MediaFile":
-        """Raises RecordError for more than `MAX_IMAGE_BYTES`."""
+        """Make a `MediaFile`. Raises RecordError for more than `MAX_IMAGE_BYTES`."""
         if len(data) > MAX_IMAGE_BYTES:
             raise RecordError(f"has {len(data):,} bytes: expected at most {MAX_IMAGE_BYTES:,}")
         return cls(hashlib.sha256(data).digest(), path, data)
 
     def as_json(self) -> list[str | None]:
-        """The bytes only if they are in no file."""
+        """The fields for JSON. They contain the bytes only if the bytes are in no file."""
         data = None if self.data is None or self.path is not None else base64.b64encode(self.data).decode()
         return [self.sha256.hex(), self.path, data]
 
@@ -56,7 +56,7 @@ class MediaFile:
         return cls(bytes.fromhex(sha256), path, None if data is None else base64.b64decode(data))
 
     def read(self) -> bytes:
-        """The bytes. Raises ValueError if the file is missing, or has other bytes than when the data was loaded."""
+        """The bytes. Raises ValueError if the file is missing or has changed since the data was loaded."""
         if self.data is not None:
             return self.data
         assert self.path is not None
@@ -74,7 +74,8 @@ class MediaFile:
 class MediaFiles:
     """The media of D documents.
 
-    table: columns path, sha256 and data; maybe memory-mapped. rows_I: the row of each file in it, int64.
+    table: a table with the columns path, sha256 and data; it may be memory-mapped.
+    rows_I: int64, the row of each file in the table.
     offsets: [D+1] int64, the files of document d are `offsets[d]:offsets[d+1]`.
     """
 
@@ -112,20 +113,20 @@ class MediaFiles:
 
 
 class MediaWriter:
-    """Writes media to an Arrow file, or to memory. path: None for memory."""
+    """Writes media to an Arrow file. If path is None, it writes to memory."""
 
     def __init__(self, path: Path | None):
         self.path = path
         self._sink = pyarrow.BufferOutputStream() if path is None else pyarrow.OSFile(str(path), "wb")
         self._writer = pyarrow.ipc.new_file(self._sink, _SCHEMA)
-        self.counts: list[int] = []  # of each document
+        self.counts: list[int] = []  # the number of files of each document
         self._closed = False
 
     def add(self, files: Sequence[MediaFile]) -> None:
         """Write the media of the next document."""
         self.counts.append(len(files))
         if files:
-            # without the bytes that are in a file
+            # bytes that are in a file are not written
             rows = [
                 {"path": file.path, "sha256": file.sha256, "data": file.data if file.path is None else None}
                 for file in files

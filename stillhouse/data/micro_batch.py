@@ -25,28 +25,29 @@ _POSITIONS = {"position_ids", "axis_position_ids"}
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """B packed sequences; the shorter ones are padded.
+    """B packed sequences. The shorter sequences are padded.
 
     inputs: arguments of a model's forward, always with `input_ids` and `position_ids`, [B, S] int64. Positions
         restart at every document. They separate documents only if the model gets no attention mask and
         `use_cache=False`. The padding of a row is a document without weight, and so is each gap. A tensor whose
         first two dims are not [B, S] has no token dim and is never cut. Models that read media may also have
         `mm_token_type_ids` or `token_type_ids` [B, S], which are 0 in padding, and `axis_position_ids` [B, S, A]
-        int64, the rotary positions of A axes, which are the text position in padding and in texts.
-    media: arguments of a model's forward that belong to the media of all documents, in the order of the documents in
-        the flattened rows, such as `pixel_values`. They have no token dim, so that nothing cuts or pads them.
-    labels_T: int64, the token that row t predicts, or -1.
+        int64, the rotary positions on A axes. In padding and texts, they are the text position on all axes.
+    media: arguments of a model's forward that belong to media, such as `pixel_values`, in the order of the documents
+        in the flattened rows. They have no token dim, so they are never cut or padded.
+    labels_T: int64, the token that row t predicts, or -1 if the row predicts nothing.
     weights_T: float32, the weight of the label (1 if `Documents.weights_N` is None), or 0 without a label.
     document_T: int64, the document's number in its `Documents`; -1 for padding.
     valid_index: int64, the rows with a non-zero weight, ascending.
     per_token: additional tensors [T, …], such as advantages and old log-probabilities.
     teacher_inputs, teacher_media, teacher_document_T: like `inputs`, `media` and `document_T`, if the teacher reads
-        other tokens or media than the student. The latter two are only used together with `teacher_inputs`. Rows
-        have the same numbers for student and teacher behind the last of a document's media; see `teacher_shift_T`.
-    teacher_shift_T: int64, the teacher's row that predicts the same token as the student's row t is row
-        t + teacher_shift_T[t]; None: row t for all of them. Rows without a target may have any row.
-    lengths, teacher_lengths: of the documents in `inputs` and `teacher_inputs`, before context ranks got their
-        columns; None until the micro-batch is moved to its device, so that nothing waits for the device to read them.
+        other tokens or media than the student. The latter two are only used together with `teacher_inputs`. After the
+        last of a document's media, student and teacher have the same row numbers; see `teacher_shift_T`.
+    teacher_shift_T: int64. The teacher's row t + teacher_shift_T[t] predicts the same token as the student's row t.
+        If it is None, the shift is 0 everywhere. For rows without a target, the shift has no meaning.
+    lengths, teacher_lengths: the lengths of the documents in `inputs` and `teacher_inputs`, before context ranks took
+        their columns. They are computed before the micro-batch moves to its device, so that no read waits for the
+        device; before that, they are None.
 
     Raises ValueError if the tensors do not have the same rows.
     """
@@ -102,7 +103,7 @@ class MicroBatch:
 
     @property
     def as_read_by_teacher(self) -> "MicroBatch":
-        """The same rows with the inputs that a teacher reads."""
+        """The same rows with the teacher's inputs in place of the student's."""
         if self.teacher_inputs is None:
             return self
         document_T = self.document_T if self.teacher_document_T is None else self.teacher_document_T
@@ -110,7 +111,7 @@ class MicroBatch:
         return replace(self, inputs=inputs, lengths=lengths, media=media, document_T=document_T)
 
     def in_student_rows(self, values_BS: Tensor) -> Tensor:
-        """The values [B, S, …] of the rows that predict the same tokens. values_BS: of the teacher's rows."""
+        """Move values [B, S, …] from the teacher's rows to the student's rows that predict the same tokens."""
         if self.teacher_shift_T is None:
             return values_BS
         row_T = torch.arange(len(self.teacher_shift_T), device=values_BS.device) + self.teacher_shift_T
@@ -192,7 +193,7 @@ class MicroBatch:
                 padding = int(value[0, 0]) if name == "input_ids" else 0
                 chosen[name] = take(value.flatten(0, 1), index_BS.flatten(), padding).unflatten(0, index_BS.shape)
         for name in _POSITIONS & chosen.keys():
-            # let the positions of a row's padding begin at 0, because the padding is a separate document
+            # the positions of a row's padding begin at 0, because the padding is a separate document
             positions = chosen[name]
             tokens_B1 = (index_BS >= 0).sum(1, keepdim=True)
             count_BS = torch.arange(index_BS.shape[1]).expand_as(index_BS) - tokens_B1
@@ -219,7 +220,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _replaced(value: Any, moved: Mapping[int, Tensor]) -> Any:
-    """moved: the new tensors, by the `id` of the tensor that they replace."""
+    """moved: the new tensors, by the `id` of the replaced tensor."""
     if isinstance(value, Mapping):
         return {name: moved[id(tensor)] for name, tensor in value.items()}
     if isinstance(value, DocumentLengths):
@@ -228,8 +229,8 @@ def _replaced(value: Any, moved: Mapping[int, Tensor]) -> Any:
 
 
 def _copies(tensors: Iterable[Tensor], device: torch.device) -> dict[int, Tensor]:
-    """The tensors on a device, by the `id` of the original. A CUDA device gets all of them in one copy from pinned
-    memory, for which this process does not wait.
+    """The tensors on a device, by the `id` of the original tensor. A CUDA device gets all tensors in one asynchronous
+    copy from pinned memory.
     """
     by_id = {id(tensor): tensor for tensor in tensors}
     if device.type != "cuda" or not all(tensor.device.type == "cpu" for tensor in by_id.values()):
@@ -251,7 +252,7 @@ def _copies(tensors: Iterable[Tensor], device: torch.device) -> dict[int, Tensor
 class StepMicroBatches(Sequence[MicroBatch]):
     """All micro-batches of a step, or of a part of an evaluation. Every process of a run has all of them.
 
-    A subclass may build a micro-batch when it is accessed (`_build`).
+    A subclass may build each micro-batch at its first access (`_build`).
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch]):
@@ -297,7 +298,7 @@ class StepMicroBatches(Sequence[MicroBatch]):
         raise ValueError(f"no micro-batch of this step has document {document}")
 
     def document_media(self, document: int) -> DocumentMedia | None:
-        """The media of a document, by its number in `MicroBatch.document_T`; None without media."""
+        """The media of a document, by its number in `MicroBatch.document_T`; None if it has no media."""
         if any(micro_batch.media for micro_batch in self._micro_batches):
             raise ValueError(f"the images of document {document} are not known: these are only tensors")
         return None
@@ -311,12 +312,12 @@ class StepMicroBatches(Sequence[MicroBatch]):
         raise ValueError(f"column '{column}' of document {document} is not known: these are only tokens")
 
     def for_teacher(self, name: str) -> "StepMicroBatches":
-        """The same micro-batches, with this teacher's `teacher_inputs` if it has substitutions that fit into them."""
+        """The same micro-batches, with this teacher's `teacher_inputs` if the teacher has substitutions that fit."""
         return self
 
     def teacher_tokens(self, document: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """All ids that this teacher reads of a document, and, for each of the student's rows of it, the teacher's row
-        that predicts the same token (see `Substitutions.rows`), which does not depend on gaps.
+        """The ids that this teacher reads for a document; and, for each of the student's rows, the teacher's row that
+        predicts the same token (see `Substitutions.rows`). Gaps are not counted.
         """
         ids = self.document_tokens(document)
         return ids, np.arange(len(ids))

@@ -1,4 +1,4 @@
-"""Parts of different lengths, concatenated: where each of them begins and ends."""
+"""Offsets of concatenated parts with different lengths: where each part begins and ends."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,14 @@ import numpy as np
 
 
 def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """The offsets of D consecutive parts with these lengths: [D+1] int64, part d is `offsets[d]:offsets[d+1]`."""
+    """The offsets of D consecutive parts with these lengths, [D+1] int64. Part d is `offsets[d]:offsets[d+1]`."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def chosen_tokens(offsets: np.ndarray, chosen: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The offsets of the chosen parts after concatenation, and the index that each of their tokens had before."""
+    """The offsets of the chosen parts after they are concatenated, and the old index of each of their tokens."""
     numbers = np.asarray(chosen, dtype=np.int64)
-    lengths = offsets[numbers + 1] - offsets[numbers]  # takes no time for the other parts
+    lengths = offsets[numbers + 1] - offsets[numbers]  # without a pass over all parts
     new_offsets = offsets_of(lengths)
     shift_N = np.repeat(offsets[numbers] - new_offsets[:-1], lengths)
     return new_offsets, np.arange(new_offsets[-1]) + shift_N

@@ -4,14 +4,15 @@ Labels are shifted only here: row t of the flattened micro-batch predicts the to
 document's last row predicts nothing, and the row of a prompt's last token predicts the first token of the completion.
 
 A teacher with substitutions reads another number of tokens than the student: more with a prefix, more or fewer with
-its own tokens of media. Each document has as many columns as its longest reader among the student and the named
-teachers needs, and ends in the last of them for all readers. In the gap before it, a reader of fewer tokens has
-padding, as a separate document. So behind a document's last substitution, and for prefixes everywhere, a token has
-the same row number for student and teacher, as layouts with stages or context ranks require. Before and between
-media, the rows are mapped (`MicroBatch.teacher_shift_T`). A teacher that does not read a document has padding alone.
+its own tokens of media. The student and the named teachers are the readers. Each document has as many columns as the
+reader with the most tokens needs, and ends in the last of these columns for all readers. A reader of fewer tokens has
+padding in the gap before the document; the gap counts as a separate document. So after a document's last
+substitution, and everywhere if it has only a prefix, a token has the same row number for student and teacher. Layouts
+with stages or context ranks require this. Before and between media, the rows are mapped
+(`MicroBatch.teacher_shift_T`). A teacher that does not read a document has only padding.
 
-B rows, S columns per row (the longest of the micro-batch), T = B·S; M documents with N tokens in all, P of which rows
-predict.
+B rows, S columns per row (the longest row of the micro-batch), T = B·S; M documents with N tokens, P of them
+predicted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,11 +39,11 @@ def make_micro_batch(
     """Pack documents into a micro-batch.
 
     rows: for each row, the numbers of its documents, in order.
-    gaps: names of teachers. Their tokens fit into the columns of a document, too.
-    teacher: one of `gaps`, the teacher of the `teacher_inputs`.
-    media_inputs: only documents without media can be packed without it.
+    gaps: names of teachers. The columns of a document also have room for the tokens that these teachers read.
+    teacher: the teacher of the `teacher_inputs`, one of `gaps`.
+    media_inputs: makes the inputs from media. Without it, only documents without media can be packed.
 
-    Raises ValueError if there is no row, or a row without a document, and if a file has changed.
+    Raises ValueError if there is no row, if a row has no document, and if a file has changed.
     """
     if documents.media is not None and media_inputs is None:
         raise ValueError(f"{documents.report.source} has images, which are not supported here: expected texts")
@@ -53,7 +54,7 @@ def make_micro_batch(
     lengths_M, ids_N = np.diff(offsets), documents.tokens_N[index_N]
     row_N, is_predicted_N = places.rows(lengths_M), np.ones(len(ids_N), dtype=bool)
     is_predicted_N[offsets[:-1]] = False  # no row predicts a document's first token
-    index_P, row_P = index_N[is_predicted_N], row_N[is_predicted_N] - 1  # the tokens that rows predict
+    index_P, row_P = index_N[is_predicted_N], row_N[is_predicted_N] - 1  # the predicted tokens and their rows
     is_target_P = documents.targets_N[index_P]
     labels_T = places.filled(NO_LABEL, np.int64, row_P, np.where(is_target_P, ids_N[is_predicted_N], NO_LABEL))
     weights_P = 1.0 if documents.weights_N is None else documents.weights_N[index_P]
@@ -86,7 +87,7 @@ def _teacher_tensors(
     media_inputs: MediaInputs | None,
     media_M: Sequence[dict[str, Tensor]],
 ) -> dict[str, Any]:
-    """The fields of a micro-batch for a teacher with substitutions. media_M: those of the student."""
+    """The fields of a micro-batch for a teacher with substitutions. media_M: the student's media."""
     substitutions, members = documents.substitutions_of(teacher), places.document_M.tolist()
     ids_M = [substitutions.tokens(member, documents.tokens(member)) for member in members]
     lengths_M, ids_N = np.asarray([len(ids) for ids in ids_M]), np.concatenate(ids_M)
@@ -115,8 +116,8 @@ def _teacher_tensors(
 
 @dataclass(frozen=True)
 class _Places:
-    """Where M documents end in the flattened rows, row by row and from left to right. stop_M: the row of `MicroBatch`
-    after each document's last row.
+    """The positions of M documents in the flattened rows, row by row and from left to right. stop_M: the row of
+    `MicroBatch` after each document's last row.
     """
 
     shape_BS: tuple[int, int]
@@ -137,16 +138,16 @@ class _Places:
         return np.arange(offsets[-1]) + np.repeat(self.stop_M - offsets[1:], lengths_M)
 
     def filled(self, value: float, dtype: type, rows_P: np.ndarray, values_P: np.ndarray) -> np.ndarray:
-        """An array [T] with these values in these rows, and `value` in all others."""
+        """An array [T] with these values in these rows, and `value` in all other rows."""
         filled_T: np.ndarray = np.full(self.shape_BS[0] * self.shape_BS[1], value, dtype=dtype)
         filled_T[rows_P] = values_P
         return filled_T
 
 
 def _packed_inputs(places: _Places, ids_N: np.ndarray, lengths_M: np.ndarray, padding: int) -> dict[str, Tensor]:
-    """Token ids and positions. ids_N: all documents' ids; each document ends where its place ends, and other columns
-    are padding. Each piece of padding is a document of its own. padding: a token of the data, because id 0 has a zero
-    embedding in Gemma 3n, so that its gradient would not be finite.
+    """Token ids and positions. ids_N: the ids of all documents. Each document ends where its place ends. All other
+    columns are padding, and each piece of padding is a separate document. padding: a token of the data; not id 0,
+    because the embedding of id 0 is zero in Gemma 3n, so that its gradient would not be finite.
     """
     input_ids_T = places.filled(padding, np.int64, places.rows(lengths_M), ids_N)
     row_T = np.arange(len(input_ids_T))
@@ -167,7 +168,7 @@ def _media_inputs(
     media_M: Sequence[Mapping[str, Tensor]],
     media_inputs: MediaInputs,
 ) -> dict[str, Tensor]:
-    """The further inputs per token of models that read media. ids_M, media_M: of each document."""
+    """The additional inputs per token of models that read media. ids_M, media_M: each document's ids and media."""
     made: dict[str, Tensor] = {}
     for ids, media, stop in zip(ids_M, media_M, places.stop_M.tolist(), strict=True):
         for name, values in media_inputs.per_token(ids, media).items():

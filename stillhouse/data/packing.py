@@ -1,9 +1,9 @@
 """Packs documents, without splitting them, into sequences of at most `max_tokens`, and orders the sequences.
 
-Documents are packed once, by best fit in order of decreasing length, or into sequences of similar lengths. Only the
-order of the sequences changes from epoch to epoch: it is a permutation that depends only on (seed, epoch). So the
-number of a step determines its data, and a resumed run continues exactly where it stopped, without any saved state of
-the data.
+Documents are packed once, by best fit in order of decreasing length, or so that each sequence has documents of
+similar lengths. Only the order of the sequences changes from epoch to epoch. It is a permutation that depends only on
+(seed, epoch). So the number of a step determines its data, and a resumed run continues exactly where it stopped,
+without any saved state of the data.
 """
 
 from bisect import bisect_left, insort
@@ -29,16 +29,16 @@ class PackedSequences:
 
     seed: determines the order of the sequences, and the order in which documents of equal length are packed.
     shuffle: False keeps the order of the documents and of the sequences (for evaluation).
-    gaps: names of teachers in this job; what these teachers read fits into the columns of a document, too (see
-        `packed_rows.py`). "" is a single teacher, for which all micro-batches have `teacher_inputs`.
-    together: the name of a column; documents share a sequence only if they have the same value in this column.
+    gaps: names of teachers in this job. The columns of a document also have room for the tokens that these teachers
+        read (see `packed_rows.py`). "" is a single teacher, for which all micro-batches have `teacher_inputs`.
+    together: the name of a column. Documents share a sequence only if they have the same value in this column.
         Documents of different sets never share a sequence.
-    weights: the share of each set in all tokens of a training. None: every sequence is used once per epoch.
+    weights: the share of each set in all trained tokens. If it is None, every sequence is used once per epoch.
     by_length: whether a sequence has documents of similar lengths, for models that run one document per padded row.
-        With this padding, too, the documents of a sequence have at most `max_tokens` tokens.
+        The documents of a sequence, with this padding, have at most `max_tokens` tokens.
     media_inputs: see `make_micro_batch`.
 
-    set_S: int64, the set of each sequence; 0 without sets.
+    set_S: int64, the set of each sequence; 0 if there are no sets.
     widths_D, widths_S: int64, the columns of each document (its gap and its tokens), and of each sequence.
     tokens_S: int64, the tokens of each sequence, without gaps.
     """
@@ -88,13 +88,13 @@ class PackedSequences:
         self._weighted_order = np.empty(0, dtype=np.int64)
 
     def sorted_by_length(self, max_tokens: int) -> "PackedSequences":
-        """The same documents in sequences of documents of similar lengths, with another capacity."""
+        """The same documents, packed by similar length into sequences of another capacity."""
         names = ("documents", "seed", "shuffle", "gaps", "together", "weights", "media_inputs")
         kept = {name: getattr(self, name) for name in names}
         return PackedSequences(**kept, max_tokens=max_tokens, by_length=True)
 
     def with_media_inputs(self, media_inputs: MediaInputs) -> "PackedSequences":
-        """The same sequences, whose micro-batches have these inputs of media."""
+        """The same sequences, with these inputs of media in their micro-batches."""
         other = copy(self)
         other.media_inputs = media_inputs
         return other
@@ -104,7 +104,7 @@ class PackedSequences:
 
     @cached_property
     def targets_S(self) -> np.ndarray:
-        """The targets of each sequence, int64. The first access reads all targets."""
+        """The number of targets of each sequence, int64. The first access reads all targets."""
         return np.add.reduceat(self.documents.target_counts_D[self._members], self._borders[:-1])
 
     @property
@@ -131,7 +131,7 @@ class PackedSequences:
         return PackedMicroBatches(self, rows, self.teacher_with_inputs(SINGLE))
 
     def teacher_with_inputs(self, name: str) -> str | None:
-        """The name, if it is that of a teacher in this job that reads other tokens or media than the student."""
+        """The name, if this teacher runs in this job and reads other tokens or media than the student; else None."""
         has_media = self.media_inputs is not None and name in self.media_inputs.teachers
         return name if name in self.gaps and (has_media or name in self.documents.substitutions) else None
 
@@ -140,7 +140,7 @@ class PackedSequences:
         return permutation(len(self), self.seed, epoch + 1) if self.shuffle else np.arange(len(self))
 
     def step_sequences(self, step: int, sequences_per_step: int, total: int) -> np.ndarray:
-        """The numbers of the sequences of optimizer step `step` (from 0), in a training on `total` sequences.
+        """The numbers of the sequences of optimizer step `step` (from 0), for a training on `total` sequences.
 
         Without weights, every sequence is used once per epoch, and a step may contain the end of one epoch and the
         beginning of the next. Only the last step may have fewer sequences. Within a step, sequences with the same
@@ -160,21 +160,21 @@ class PackedSequences:
         return chosen[np.argsort(self._kinds[chosen], kind="stable")]
 
     def weighted_order(self, total: int) -> np.ndarray:
-        """See `weighted_order` of this module."""
+        """Call `weighted_order` of this module with these sequences."""
         assert self.weights is not None
         if len(self._weighted_order) != total:
             self._weighted_order = weighted_order(self.set_S, self.tokens_S, self.weights, total, self.seed)
         return self._weighted_order
 
     def trained_shares(self, total: int) -> np.ndarray:
-        """Each source's share of all tokens of a training on weighted sources."""
+        """For a training on weighted sources: the share of each source in all trained tokens."""
         chosen = self.weighted_order(total)
         tokens = np.bincount(self.set_S[chosen], weights=self.tokens_S[chosen], minlength=len(self.weights or ()))
         return tokens / tokens.sum()
 
 
 class PackedMicroBatches(StepMicroBatches):
-    """Micro-batches of packed sequences, each built when it is accessed.
+    """Micro-batches of packed sequences. Each micro-batch is built when it is accessed.
 
     rows: for each micro-batch, the numbers of its sequences. teacher: see `PackedSequences.micro_batch`.
     """
@@ -227,9 +227,9 @@ class PackedMicroBatches(StepMicroBatches):
 
 
 def similar_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
-    """Assign lengths to bins of similar lengths: the longest length first, and all next ones until the bin is full.
+    """Assign lengths to bins of similar lengths: in decreasing order, the lengths fill one bin after another.
 
-    A bin is full if its lengths, padded to the longest one, have no room for another one. Returns the bins, [D].
+    A bin is full if its lengths, padded to the longest length, leave no room for one more. Returns the bins, [D].
     """
     bins_D = np.empty(len(lengths_D), dtype=np.int64)
     last, left, longest = -1, 0, 0
@@ -241,12 +241,12 @@ def similar_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def best_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
-    """Assign lengths to bins, the longest length first. A length goes into the fullest bin with enough room for it.
+    """Assign lengths to bins, the longest length first. Each length goes into the fullest bin that has room for it.
 
     Returns the bins, [D] int64, numbered in the order in which they are opened. Takes O(D·log(capacity)).
     """
     bins_D = np.empty(len(lengths_D), dtype=np.int64)
-    # bins by their remaining room; of bins with equal room, the last bin of the list is used first
+    # the bins by their remaining room; of the bins with equal room, the last bin in the list is used first
     open_bins: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of open_bins, sorted
     opened = 0
@@ -279,14 +279,14 @@ def weighted_order(
     weight divided by the mean number of tokens of its sequences. The k-th sequence of a source (from 0) gets the time
     (k + 1/2) / s, and the sequences of all sources are sorted by these times, so that each step has nearly the right
     shares. When all sequences of a source are used, the source begins again in another order. A longer training
-    begins with the order of a shorter one. Raises ValueError if a source has no sequence.
+    begins with the order of a shorter training. Raises ValueError if a source has no sequence.
     """
     members = [np.flatnonzero(source_S == number) for number in range(len(weights))]
     if empty := [number for number, sequences in enumerate(members) if not len(sequences)]:
         raise ValueError(f"source number {empty[0] + 1} of the mixture has no documents to train on")
     rates = np.array([weight / tokens_S[of].mean() for weight, of in zip(weights, members, strict=True)])
     shares = rates / rates.sum()
-    # so many sequences of a source are enough, because no source lags behind its share by a sequence or more
+    # these counts are enough, because no source falls behind its share by a whole sequence
     counts = np.ceil((total + len(weights)) * shares).astype(np.int64) + 1
     times = np.concatenate([(np.arange(count) + 0.5) / share for count, share in zip(counts, shares, strict=True)])
     sequences = []
@@ -298,8 +298,8 @@ def weighted_order(
 
 @lru_cache(maxsize=8)
 def permutation(size: int, seed: int, number: int) -> np.ndarray:
-    """Permutation `number` of a seed. It is made from raw 64-bit integers, because their stream is the same in all
-    versions of numpy, unlike numpy's shuffles. The result is cached and must not be modified.
+    """Permutation `number` of a seed. It is made from raw 64-bit integers, because all versions of numpy generate the
+    same integers, but not the same shuffles. The result is cached and must not be modified.
     """
     sort_keys = np.random.PCG64(np.random.SeedSequence([seed, number])).random_raw(size)
     order = np.argsort(sort_keys, kind="stable")

@@ -1,4 +1,4 @@
-"""A record of the data with its location, checks of its columns, and the errors about records."""
+"""A record of the data with its location, checks of its columns, and the errors for invalid records."""
 
 import json
 import reprlib
@@ -44,16 +44,16 @@ class RecordError(ValueError):
 
 
 class ProcessorError(ValueError):
-    """The data has images, and the student has no usable processor. This concerns all records."""
+    """The data has images, but the student has no usable processor. The error concerns all records."""
 
 
 class TemplateLimitError(ValueError):
-    """The chat template exceeds its limits. This concerns all records, so that on_error="skip" does not skip it."""
+    """The chat template exceeds its limits. The error concerns all records, so on_error="skip" does not skip it."""
 
 
 class TemplateSyntaxError(ValueError):
-    """The chat template is no valid Jinja, which concerns all records. problem: the error and its line, as what
-    follows the words "a chat template that".
+    """The chat template is not valid Jinja. The error concerns all records. problem: the error and its line; the text
+    continues the words "a chat template that".
     """
 
     def __init__(self, tokenizer: str, problem: str):
@@ -62,7 +62,7 @@ class TemplateSyntaxError(ValueError):
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError if it has a key twice: json would take the last value without a word."""
+    """A JSON object. Raises ValueError for a repeated key, because `json` would silently take the last value."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
@@ -90,7 +90,7 @@ def column_value(fields: Mapping[str, Any], column: str) -> Any:
 
 
 def kept_value(fields: Mapping[str, Any], column: str, allowed: Collection[Any] | None) -> Any:
-    """The value of a column that is kept. allowed: its values; None for all but null."""
+    """The value of a column that is kept. allowed: the allowed values; None allows all values but null."""
     value = column_value(fields, column)
     if value is None:  # Parquet stores absent values as null
         raise RecordError(f"column '{column}' is null; expected a value in every record")

@@ -1,10 +1,10 @@
 """Substitutions: tokens that one teacher reads in place of spans of a document. The student does not read them.
 
-There are two kinds. A prefix is privileged context, such as the answer to a question. It stands for an empty span in
-front of the document; if the document begins with a BOS, behind the BOS. The tokens of media, as the processor of
-a teacher with another vision tower makes them, stand for those of the student's processor.
+There are two kinds. A prefix is privileged context, such as the answer to a question. It replaces an empty span at
+the beginning of the document, or after the BOS if the document begins with a BOS. The second kind is for a teacher
+with another vision tower: the tokens that its processor makes for media replace the student's tokens.
 
-All other tokens are the same for student and teacher. So before each of them, both predict the same next token.
+All other tokens are the same for student and teacher. So both models predict these same tokens.
 
 D documents; P substitutions of all documents; N tokens of all substitutions; S tokens of one document.
 """
@@ -21,7 +21,7 @@ from stillhouse.data.offsets import chosen_tokens, offsets_of
 
 @dataclass(frozen=True)
 class Substitution:
-    """A teacher reads `ids`, [n] int32, in place of the tokens start:stop of a document."""
+    """The ids, [n] int32, that a teacher reads in place of the tokens start:stop of a document."""
 
     start: int
     stop: int
@@ -29,14 +29,14 @@ class Substitution:
 
     @property
     def gain(self) -> int:
-        """How many tokens more the teacher reads than the student."""
+        """The number of tokens that the teacher reads minus the number that the student reads."""
         return len(self.ids) - (self.stop - self.start)
 
 
 def piece_substitutions(
     prefixes: Mapping[str, Substitution], media: Mapping[str, Sequence[Substitution]], length: int, *, is_first: bool
 ) -> dict[str, list[Substitution]]:
-    """The substitutions by teacher of a piece of a document. length: its tokens. Only the first piece has the BOS."""
+    """A piece's substitutions by teacher. length: the tokens of the piece. Only the first piece has the BOS."""
     substitutions = {name: [item] if is_first else [Substitution(0, 0, item.ids)] for name, item in prefixes.items()}
     for name, items in media.items():
         within = [replace(item, stop=min(item.stop, length)) for item in items]
@@ -46,11 +46,11 @@ def piece_substitutions(
 
 @dataclass(frozen=True)
 class Substitutions:
-    """One teacher's substitutions in D documents, concatenated; those of a document are in ascending order.
+    """One teacher's substitutions in D documents, concatenated. Within a document they are in ascending order.
 
     tokens_N: int32, the tokens of all substitutions.
     offsets: [P+1] int64, the tokens of substitution p are `offsets[p]:offsets[p+1]`.
-    spans_P2: int64, the span of the document for which each substitution stands.
+    spans_P2: int64, the span of the document that each substitution replaces.
     parts: [D+1] int64, the substitutions of document d are `parts[d]:parts[d+1]`.
     """
 
@@ -81,7 +81,7 @@ class Substitutions:
 
     @cached_property
     def gains_D(self) -> np.ndarray:
-        """How many tokens more the teacher reads of each document than the student, int64; maybe negative."""
+        """For each document, the teacher's number of tokens minus the student's, int64; it may be negative."""
         gains_P = np.diff(self.offsets) - np.diff(self.spans_P2, axis=1)[:, 0]
         sums = offsets_of(gains_P)
         return sums[self.parts[1:]] - sums[self.parts[:-1]]
@@ -93,7 +93,7 @@ class Substitutions:
         return [Substitution(start, stop, self.tokens_N[first:end]) for (start, stop), first, end in places]
 
     def tokens(self, document: int, ids_S: np.ndarray) -> np.ndarray:
-        """All ids that the teacher reads of a document. ids_S: those of the student."""
+        """All ids that the teacher reads for a document. ids_S: the ids that the student reads."""
         pieces, done = [], 0
         for substitution in self.items(document):
             pieces += [ids_S[done : substitution.start], substitution.ids]
@@ -101,7 +101,7 @@ class Substitutions:
         return np.concatenate([*pieces, ids_S[done:]])
 
     def places(self, document: int, length: int) -> np.ndarray:
-        """For each of a document's S tokens, its place among the teacher's, [S] int64; -1 where it is substituted."""
+        """Each token's position among the tokens that the teacher reads, [S] int64; -1 if it is replaced."""
         place_S = np.arange(length)
         for substitution in self.items(document):
             place_S[substitution.stop :] += substitution.gain
@@ -112,13 +112,13 @@ class Substitutions:
     def rows(self, document: int, length: int) -> np.ndarray:
         """The teacher's row that predicts the same token as row i of the document's S rows, [S] int64.
 
-        Row i predicts token i + 1. -1 if the teacher does not predict this token, which is then no target.
+        Row i predicts token i + 1. The result is -1 if the teacher does not predict this token; it is then no target.
         """
         next_S = np.append(self.places(document, length)[1:], length + self.gains_D[document])
         return np.maximum(next_S, 0) - 1
 
     def is_substituted(self, offsets: np.ndarray) -> np.ndarray:
-        """Whether the teacher does not read a token, bool, for all tokens of the documents at these offsets."""
+        """For all tokens of the documents at these offsets: whether a substitution replaces the token, bool."""
         starts_P2 = self.spans_P2 + np.repeat(offsets[:-1], np.diff(self.parts))[:, None]
         borders = np.zeros(offsets[-1] + 1, dtype=np.int32)
         np.add.at(borders, starts_P2[:, 0], 1)

@@ -1,13 +1,13 @@
-"""Tokenized documents on disk: written once, compared with their hashes when they are read, and memory-mapped.
+"""Tokenized documents on disk. They are written once. A read compares them with their hashes and maps them.
 
 The name of an entry's folder is a hash of everything that determines the content: the bytes of the source's files,
 the tokenizer with its chat template, the options, the libraries' versions, and the code of this package and of the
 registered readers and media. The folder has
 
-    manifest.json     that hash, the report on the records, the sha256 of each other file and of the manifest itself
+    manifest.json     this hash, the report on the records, the sha256 of each other file and of the manifest itself
     sources.arrow     `file:line` of each document
     images.arrow      the images of all documents, if there are images: paths with hashes, or the bytes of their files
-    NAME.bin          an array: tokens (int32), targets (bool), offsets (int64), keys (uint64), those of
+    NAME.bin          an array: tokens (int32), targets (bool), offsets (int64), keys (uint64), the arrays of the
                       substitutions, and image_offsets (int64)
 
 An entry is written under a temporary name and then renamed, so that it is read without a lock. A lock file lets one
@@ -49,9 +49,9 @@ _PROOF = "sha256_of_the_above"
 TOKENS, TARGETS = "tokens", "targets"
 _SUBSTITUTIONS = ("substituted_tokens", "substituted_offsets", "substituted_spans", "substituted_parts")
 _IMAGE_OFFSETS = "image_offsets"
-#: of the arrays; all others are int64
+#: the dtypes of arrays; all other arrays are int64
 _DTYPES = {TOKENS: np.int32, TARGETS: np.bool_, "keys": np.uint64, "substituted_tokens": np.int32}
-_BATCH = 100_000  # strings of one batch in an Arrow file
+_BATCH = 100_000  # the number of strings in one batch of an Arrow file
 
 
 class StoredStrings(Sequence[str]):
@@ -69,11 +69,11 @@ class StoredStrings(Sequence[str]):
 
 
 def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
-    """The hash that names an entry. Reads all files. The tokenizer must be a fast one."""
+    """The hash that names an entry. Reads all files. The tokenizer must be a fast tokenizer."""
     groups = ("stillhouse.readers", media.GROUP)
     add_ons = [point for group in groups if load_all(group) for point in registered(group).values()]
     decisive = {
-        # another version of the code may convert records differently, or write other files
+        # another version of the code may convert records differently or write other files
         "code": [file_hash(path) for path in sorted(Path(__file__).parent.rglob("*.py"))],
         "add_ons": [[distribution(point), *map(file_hash, _code_of(point.module))] for point in add_ons],
         "libraries": [transformers.__version__, tokenizers.__version__],
@@ -92,7 +92,6 @@ def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options
 
 
 def _code_of(module: str) -> list[Path]:
-    """The file of a module, or all files of its package."""
     file = Path(inspect.getfile(import_module(module)))
     return sorted(file.parent.rglob("*.py")) if "." in module else [file]
 
@@ -100,10 +99,10 @@ def _code_of(module: str) -> list[Path]:
 def cached_documents(
     folder: Path, files: Callable[[], Sequence[Path]], key: Callable[[], str], load: Callable[[Path], Documents]
 ) -> Documents:
-    """The documents of an entry, which is written first if it does not exist.
+    """The documents of an entry. If the entry does not exist, it is written first.
 
-    files: lists the source's files. key: see `entry_key`. load: reads the records, and writes the arrays of tokens
-    and targets to a folder.
+    files: a function that lists the source's files. key: a function that returns the `entry_key`. load: a function
+    that reads the records, and writes the arrays of tokens and targets to a folder.
 
     Raises ValueError for an entry that differs from its hashes, for a folder that cannot be used, and if the source's
     files change while they are read.
@@ -130,7 +129,7 @@ def cached_documents(
 
 def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchanged: Callable[[], bool]) -> None:
     prefix = f".partial-{name[:32]}-"
-    for left in path.parent.glob(f"{prefix}*"):  # left by a killed process, because this process has the lock
+    for left in path.parent.glob(f"{prefix}*"):  # left by a killed process: no other process has the lock
         shutil.rmtree(left)
     partial = path.parent / f"{prefix}{uuid.uuid4().hex}"
     partial.mkdir()
@@ -224,7 +223,7 @@ def _read(path: Path, name: str) -> Documents:
 
 
 def _states(files: Sequence[Path]) -> dict[str, tuple[int, int, int]]:
-    """The inode, size and modification time of each file by name; they change with the file."""
+    """The inode, size and modification time of each file, by name. They change if the file changes."""
     states = ((path, path.stat()) for path in files)
     return {str(path): (state.st_ino, state.st_size, state.st_mtime_ns) for path, state in states}
 
@@ -237,7 +236,7 @@ def user_folder() -> Path:
 class DocumentWriter:
     """Collects the documents of one source.
 
-    folder: for the files of tokens, targets and media. None keeps them in memory.
+    folder: the folder for the files of tokens, targets and media. If it is None, they are kept in memory.
     """
 
     def __init__(self, folder: Path | None):
@@ -260,8 +259,8 @@ class DocumentWriter:
         substitutions: Mapping[str, list[Substitution]],
         record: dict[str, Any] | None,
     ) -> None:
-        """source: `file:line`. key: of its record's content. values: of the kept columns. substitutions: what
-        teachers read in place of some tokens, by their names. record: to keep.
+        """source: `file:line`. key: the hash of the record's content. values: the values of the kept columns.
+        substitutions: the substitutions by the teachers' names. record: the record, if it is kept.
         """
         for file, array in zip(self._files, (document.ids, document.targets), strict=True):
             file.write(array.tobytes())
@@ -288,8 +287,8 @@ class DocumentWriter:
     def documents(
         self, report: DataReport, columns: Sequence[str], prefixes: Collection[str], teachers: Iterable[str]
     ) -> Documents:
-        """columns: the names of the kept columns. prefixes: the names of teachers with a prefix. teachers: those that
-        may have other tokens of media.
+        """columns: the names of the kept columns. prefixes: the names of teachers with a prefix. teachers: the names
+        of teachers that may have other tokens of media.
         """
         values, media = map(list, zip(*self._values, strict=True)), self._media.finish()
         names = dict.fromkeys([*prefixes, *teachers])

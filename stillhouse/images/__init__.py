@@ -1,6 +1,6 @@
 """Images in documents: an add-on, which the core does not import (group `stillhouse.media` of the registry).
 
-This module is what the core calls. It is light: it loads the others when something has images.
+The core calls only this module. It is light: it loads the other modules when a record or a model has images.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from stillhouse.data.media_files import MediaFile
     from stillhouse.models import Decoder
 
-#: files of which a model with a processor has one
+#: a model with a processor has one of these files
 _FILES = ("processor_config.json", "preprocessor_config.json")
 _MORE_FILES = ("video_preprocessor_config.json",)
-#: the most images of a document that a page shows, because each one adds up to 30 kB to it
+#: the most images of a document that a page shows, because each image adds up to 30 kB to the page
 SHOWN = 8
-#: the functions that the core calls, by their names: their modules in this package, and their names there
+#: the functions that the core calls: for each name, the module in this package and the function's name in it
 _FUNCTIONS = {
     "with_files": ("columns", "with_images"),
     "require_support": ("prepare", "require_image_support"),
@@ -31,7 +31,7 @@ _FUNCTIONS = {
 
 
 def processor_files(name_or_path: str, revision: str | None = None) -> list[Path]:
-    """The files of the processor of a folder or a hub id; empty if it has none. Raises ValueError."""
+    """The files of a folder's or hub id's processor; empty if it has no processor. Raises ValueError."""
     from transformers.utils import cached_file
 
     from stillhouse.libraries import reading
@@ -52,7 +52,7 @@ def processor_files(name_or_path: str, revision: str | None = None) -> list[Path
 
 
 class Images:
-    """What the core calls: functions of this package, and the processor of a model, if it has one."""
+    """The interface for the core: functions of this package, and the processor of a model, if it has a processor."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in _FUNCTIONS:
@@ -63,7 +63,7 @@ class Images:
     def find_processor(
         self, name_or_path: str, tokenizer: "PreTrainedTokenizerBase", *, revision: str | None = None, **options: Any
     ) -> "MediaProcessor | None":
-        """The processor of a folder or a hub id; None if it has none. options: see `ImageProcessor`."""
+        """The processor of a folder or a hub id; None if it has no processor. options: see `ImageProcessor`."""
         if not (files := processor_files(name_or_path, revision)):
             return None
         from stillhouse.images.processor import ImageProcessor

@@ -2,8 +2,8 @@
 
 An image is a path (relative to the file of the records), the bytes of an image file, {"bytes", "path"} as `datasets`
 writes it, or a data URL. It is the value of an image part of a message, or it is in the column `images` (or `image`).
-In the second case, an image part without a value, or `<image>` in a text, marks its place, as for TRL, ms-swift and
-LLaVA. Without any such mark, the images are put in front of the first turn of the user, as TRL does.
+In the second case, an image part without a value, or `<image>` in a text, marks the place of the image, as in TRL,
+ms-swift and LLaVA. If there is no such mark, the images are put before the first turn of the user, as in TRL.
 """
 
 import base64
@@ -28,9 +28,9 @@ _DATA_URL = re.compile(r"(?i)data:image/[\w.+-]*;base64,")
 
 
 def with_images(record: Record) -> Record:
-    """The record with the bytes of all images in its messages, as values of image parts, without columns of images. A
-    record without images is returned unchanged. Raises RecordError for an image that cannot be read, for a number of
-    marks that differs from the number of images, and for videos and audio.
+    """The record with the bytes of all images as values of image parts in its messages, and without columns of
+    images. A record without images is returned unchanged. Raises RecordError for an unreadable image, for videos and
+    audio, and if the number of marks differs from the number of images.
     """
     fields = record.fields
     by_column = {name: fields[name] for name in _COLUMNS if fields.get(name) not in (None, [], "")}
@@ -83,7 +83,7 @@ def _image_parts(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def _with_listed(messages: dict[str, list[Message]], images: list[Any]) -> dict[str, list[Message]]:
-    """Put the images of a column into the messages. The images are the parts' values in the order of the marks."""
+    """Put the images of a column into the messages: the parts get them as values, in the order of the marks."""
     marked = {column: [_with_marks(message) for message in turns] for column, turns in messages.items()}
     parts = [part for turns in marked.values() for part in _image_parts(turns)]
     if any("image" in part for part in parts):
@@ -105,7 +105,6 @@ def _with_listed(messages: dict[str, list[Message]], images: list[Any]) -> dict[
 
 
 def _with_marks(message: Message) -> Message:
-    """The message with an image part for each `<image>` in its text."""
     message = with_parts(message)
     if "content" not in message:
         return message
@@ -152,5 +151,5 @@ def _encoded(value: Any, folder: Path) -> MediaFile:
         raise
     except OSError as error:
         raise RecordError(f"{shown} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # such as a null character in the path
+    except ValueError as error:  # for example, a null character in the path
         raise RecordError(f"{shown} is not a path: {error}") from error

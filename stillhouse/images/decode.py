@@ -1,4 +1,4 @@
-"""Decodes images, with limits of their size and in a process with limits of time and memory, and makes thumbnails."""
+"""Decodes images of limited size in a process with limits of time and memory, and makes thumbnails."""
 
 import base64
 import io
@@ -19,12 +19,13 @@ from stillhouse.output.records import HeldOutImage
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: the most pixels of an image: Pillow's limit against files that decompress to more than the memory
+#: the most pixels of an image: Pillow's limit against files that need more than the memory when decompressed
 MAX_PIXELS = 1024**3 // 4 // 3
-#: the most that the longer side of an image may have of the shorter one, as for Qwen's processors: a processor that
-#: gives the shorter side a fixed length would make more pixels of a longer image than the memory holds
+#: the most that the longer side of an image may be, as a multiple of the shorter side (the limit of Qwen's
+#: processors). Some processors scale the shorter side to a fixed length, so that a longer image would exceed the
+#: memory
 MAX_ASPECT_RATIO = 200
-#: limits of processor time and memory for decoding one image
+#: the limits of processor time and memory for decoding one image
 IMAGE_SECONDS, IMAGE_BYTES = 30.0, 2**32
 #: the longest side of a thumbnail, in pixels
 THUMBNAIL_SIDE = 160
@@ -33,7 +34,7 @@ FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 
 def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
     """Decode an image to RGB as transformers' `load_image` does: EXIF's orientation is applied, the first frame of an
-    animation is used, palettes are resolved, and the alpha channel is dropped. Of 16 bits of grey, the 8 high ones
+    animation is used, palettes are resolved, and the alpha channel is dropped. For 16 bits of grey, the 8 high bits
     are used. most_pixels: a larger image is scaled down to at most this number of pixels.
 
     Raises RecordError for an image that cannot be decoded completely or whose form `require_size` refuses, and
@@ -42,12 +43,12 @@ def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
     pillow = require_pillow()
     try:
         with reading("cannot be decoded", passes=pillow.UnidentifiedImageError):
-            pillow.init()  # without it, only the usual formats are known
+            pillow.init()  # otherwise, Pillow knows only the usual formats
             image = pillow.open(io.BytesIO(data), formats=[name for name in FORMATS if name in pillow.OPEN])
         require_size(*image.size)
         with reading("cannot be decoded", passes=RecordError):
             image.load()
-            # before Pillow 11.3, PNG files with 16 bits of grey have the mode I
+            # before Pillow 11.3, the mode of PNG files with 16 bits of grey is I
             has_16_bits = image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG")
             image = imported("PIL.ImageOps", "images").exif_transpose(image)
             if has_16_bits:
@@ -57,7 +58,7 @@ def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
             image = image.convert("RGB")
             if (size := _bounded(image.size, most_pixels)) != image.size:
                 image = image.resize(size, resample=pillow.Resampling.BICUBIC)
-            require_size(*image.size)  # the sides were rounded
+            require_size(*image.size)  # again, because the sides were rounded
             return image
     except pillow.UnidentifiedImageError as error:
         raise RecordError(f"is not an image: expected one of {', '.join(FORMATS)}") from error
@@ -71,18 +72,18 @@ class IsolatedDecoder:
     """`open_image` in a separate process with limits of time and memory.
 
     Small files may need hours or all memory: a JPEG with thousands of scans, or a TIFF in which each row is a tile
-    with a million columns. What was decoded within the limits once needs no second proof.
+    with a million columns. A file that was decoded within the limits once need not be decoded here again.
     """
 
     def __init__(self, most_pixels: int | None = None):
         require_pillow().init()  # imports its modules before the fork
-        # shared with the process, because a socket takes as long as decoding
+        # memory that is shared with the process, because sending pixels over a socket takes as long as decoding them
         self._pixels = mmap.mmap(-1, 3 * MAX_PIXELS)
         decode = partial(_write_pixels, self._pixels, most_pixels)
         self._isolated = Isolated(decode, seconds=IMAGE_SECONDS, memory_bytes=IMAGE_BYTES)
 
     def open(self, data: bytes) -> "Image":
-        """Raises RecordError for an image that `open_image` refuses or that exceeds the limits."""
+        """Decode an image. Raises RecordError if `open_image` refuses it or if it exceeds the limits."""
         try:
             width, height, problem = json.loads(self._isolated(data))
         except LimitError as error:
@@ -106,7 +107,7 @@ def _write_pixels(pixels: mmap.mmap, most_pixels: int | None, data: bytes) -> by
 
 
 def require_size(width: int, height: int) -> None:
-    """Raise RecordError for an image whose pixels, or those that a processor makes of it, need too much memory."""
+    """Raise RecordError if an image's pixels, or the pixels that a processor makes of them, exceed the memory."""
     if width * height > MAX_PIXELS:
         raise RecordError(f"has {width:,} × {height:,} pixels: expected at most {MAX_PIXELS:,} in all")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
@@ -117,8 +118,8 @@ def require_size(width: int, height: int) -> None:
 
 
 def pixel_count(image: MediaFile, most_pixels: int | None = None) -> int:
-    """The number of pixels of an image as `open_image` returns it, from the head of its file. Raises ValueError if it
-    cannot be read.
+    """The pixel count of the image that `open_image` returns, from the head of the file. Raises ValueError
+    if the image cannot be read.
     """
     source = image.path if image.data is None else io.BytesIO(image.data)
     with reading(f"{image.path or 'an image'}: it cannot be read"), require_pillow().open(source) as opened:
@@ -127,12 +128,11 @@ def pixel_count(image: MediaFile, most_pixels: int | None = None) -> int:
 
 
 def _bounded(size: tuple[int, int], most_pixels: int | None) -> tuple[int, int]:
-    """Width and height, scaled down to at most this number of pixels."""
     width, height = size
     if most_pixels is None or width * height <= most_pixels:
         return size
     factor = math.sqrt(most_pixels / (width * height))
-    # a side of one pixel leaves all others to the other side
+    # if one side has one pixel, the other side may have all pixels
     width, height = (min(max(1, int(side * factor)), most_pixels) for side in size)
     return width, height
 
@@ -149,13 +149,13 @@ def require_pillow():  # type: ignore[no-untyped-def]
 
 
 def thumbnail(image: MediaFile) -> HeldOutImage:
-    """A small copy for a page: the decoded picture is encoded anew, so that nothing else of its file gets there.
-    Raises ValueError if the image cannot be read, or has other bytes than when the data was loaded.
+    """A small copy for a page. The decoded picture is encoded anew, so that no other content of the file gets into
+    the page. Raises ValueError if the image cannot be read, or has changed since the data was loaded.
     """
     picture = open_image(image.read())
     width, height = picture.size
     picture.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-    # of an image that it has read, Pillow would write its comment again
+    # otherwise, Pillow would also write the comment of the image file
     picture = require_pillow().fromarray(np.asarray(picture))
     buffer = io.BytesIO()
     picture.save(buffer, format="JPEG", quality=85)

@@ -1,8 +1,8 @@
 """Loads the processors of models that read images.
 
-A processor has a tokenizer and an image processor, and in most families also a video processor, which transformers
-cannot load without torchvision. Images alone do not need torchvision, and videos are not read here, so the video
-processor is left out if torchvision is not installed.
+A processor has a tokenizer and an image processor. In most families it also has a video processor, which
+transformers cannot load without torchvision. Images do not need torchvision, and videos are not read here. So the
+video processor is left out if torchvision is not installed.
 """
 
 from functools import cache
@@ -24,8 +24,8 @@ _LOADERS = {
 def load_processor(name_or_path: str, revision: str | None = None, trust_remote_code: bool = False) -> Processor:
     """The processor of a folder or a hub id, such as `Qwen3VLProcessor`.
 
-    Raises ValueError if Pillow or another package that the processor needs is not installed, and if there is no
-    processor or if it is damaged.
+    Raises ValueError if Pillow or another package that the processor needs is not installed, if there is no
+    processor, and if the processor is damaged.
     """
     if not is_vision_available():
         raise ValueError(
@@ -51,7 +51,7 @@ def load_processor(name_or_path: str, revision: str | None = None, trust_remote_
 
 @cache
 def _without_videos(kind: type[Processor]) -> type[Processor]:
-    """A class of processors that may have no video processor, with the name of `kind`."""
+    """A class with the name of `kind`, whose processors may lack the video processor."""
 
     def check_argument_for_proper_class(self: Processor, name: str, part: object) -> object:
         if name == "video_processor" and part is None:

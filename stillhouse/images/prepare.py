@@ -1,11 +1,11 @@
-"""Prepares a run whose data has images: proves that its models read them, and gives the data their positions.
+"""Prepares a run whose data has images: proves that the models read the images, and adds positions to the data.
 
-The layers or the sequences of a model may be distributed. Under context parallelism, every process runs the documents
-alone without it. In a pipeline, no process has the whole model. But the first stage runs the code of the whole
-backbone with the images, so it knows with which arguments the plain model calls each layer: positions of several
-axes, or masks for the images. For a document alone, the later stages run their layers with these arguments in place
-of those that they compute themselves. The result is that of the plain model. Packed documents run under the layout,
-as in training.
+The layers or the sequences of a model may be distributed. Under context parallelism, every process runs each single
+document without context parallelism. In a pipeline, no process has the whole model. But the first stage runs the code
+of the whole backbone with the images, so it knows the arguments with which the plain model calls each layer:
+positions of several axes, or masks for the images. For a single document, the later stages run their layers with
+these arguments in place of their own. So the result equals the plain model's result. Packed documents run as in
+training.
 
 S tokens of a document, B rows, D width.
 """
@@ -54,13 +54,13 @@ from stillhouse.run.setup import RunSetup
 from stillhouse.signals import SignalSource, SignalStore
 
 _HIDDEN, _ARGUMENTS = "hidden", "arguments"
-#: `{}` is what was expected
+#: `{}` stands for the expected setting
 NOT_WITH_IMAGES = "the data has images, which this cannot read yet: expected {}, or documents without images"
 
 
 def require_image_layout(setup: RunSetup, media_inputs: MediaInputs) -> None:
-    """Raise ConfigError for a layout that does not read images, and for a loss that needs the teacher's hidden states
-    in the student's rows if the teacher has other rows.
+    """Raise ConfigError for a layout that cannot read images. Also raise it for a loss that needs the teacher's
+    hidden states in the student's rows, if the teacher has other rows.
     """
     for section in setup.own_layouts:
         raise ConfigError(f"{section}.parallel", NOT_WITH_IMAGES.format("null"))
@@ -106,9 +106,9 @@ def with_images_proven(
     """Prove the models of this job on documents with images, and return the data with the models' axis positions.
     stores: the signal stores, by the keys of the teachers' sections.
 
-    A collective of all processes. Without images, this returns the same data. Raises ConfigError for a pipeline or
-    context parallelism with teachers outside of the student's layout, and ProofError, naming the model, for a model
-    that does not read images exactly, or that has the student's processor and other positions.
+    A collective of all processes. If the data has no images, it is returned unchanged. Raises ConfigError under
+    pipeline or context parallelism if a teacher is outside of the student's layout. Raises ProofError with the
+    model's name if a model does not read images exactly, or if it has the student's processor but other positions.
     """
     if (inputs := data.train.media_inputs) is None:
         return data
@@ -125,7 +125,7 @@ def with_images_proven(
     for section, model in _models(engine, source):
         name, decoder = section.partition(".")[2], model.decoders[0]
         inputs_of_model = inputs if section == "student" else inputs.teachers.get(name, inputs)
-        if inputs_of_model is None:  # it reads no images
+        if inputs_of_model is None:  # the model reads no images
             continue
         examples = documents
         if inputs_of_model is not inputs:
@@ -154,7 +154,6 @@ def _is_equal(positions_SA: Tensor | None, others_SA: Tensor | None) -> bool:
 
 
 def _models(engine: Engine, source: SignalSource) -> Iterator[tuple[str, ImageModel]]:
-    """Yield names and models of the student and of its teachers in this job."""
     runner = engine.student
     assert isinstance(runner, Runner), "images under another engine than torch's"
     if runner.layout.degrees.pipeline > 1 or runner.layout.degrees.context > 1:
@@ -162,7 +161,7 @@ def _models(engine: Engine, source: SignalSource) -> Iterator[tuple[str, ImageMo
         return
     yield "student", WholeModel(runner.decoders[0], probe_precision(runner))
     others = {"teacher": runner.teacher, **source.decoders}
-    # of a teacher in a cache, only the output head is in this job
+    # if a teacher's signals are in a cache, only its output head is in this job
     for name, decoder in others.items():
         if decoder is not None and decoder.layers():
             yield name, WholeModel(decoder, autocast_dtype(decoder.pretrained))
@@ -171,7 +170,7 @@ def _models(engine: Engine, source: SignalSource) -> Iterator[tuple[str, ImageMo
 class StagedModel(ImageModel):
     """The student, or the teacher in its stages, under a layout with several stages or several context ranks.
 
-    stages: its parts on this process, by the numbers of their stages.
+    stages: the parts of the model on this process, by the numbers of their stages.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class StagedModel(ImageModel):
         self._agreed = partial(runner.ranks.all_raise, PackingError, ProofError)
 
     def alone(self, document: ImageDocument) -> Tensor:
-        """Return the hidden states [S, D] of the plain model, on all processes. Raises ProofError on all processes if
+        """Return the hidden states [S, D] of the plain model on all processes. Raises ProofError on all processes if
         a stage cannot run its layers as the plain model does.
         """
         tensors: dict[str, Tensor] = {}
@@ -220,7 +219,7 @@ class StagedModel(ImageModel):
         )
         padded = micro_batch.padded(rows, -(-columns // context) * context)
         micro_batch = padded.part(self._runner.mesh.coordinate("context"), context).to(self._runner.device)
-        with self._agreed():  # the other stages would wait for a first stage that raises an error in the pipeline
+        with self._agreed():  # otherwise, the other stages would wait for a first stage that raises an error
             if (first := self.stages.get(0)) is not None:
                 with library_errors(CANNOT_RUN.format(typename(first.pretrained))):
                     first(**model_inputs(micro_batch, None), head=False)
@@ -241,7 +240,7 @@ def staged_models(runner: Runner) -> Iterator[tuple[str, StagedModel]]:
 def _first_stage(decoder: Decoder, document: ImageDocument, stages: int) -> dict[str, Tensor]:
     """Return the hidden states [1, S, D] after the first stage, and the arguments of the layers of later stages."""
     layers, outputs = numbered_layers(decoder), list[Tensor]()
-    inputs: list[tuple[Tensor, dict[str, Any]]] = []  # the hidden states, and all other arguments by name or place
+    inputs: list[tuple[Tensor, dict[str, Any]]] = []  # the hidden states, and all other arguments by name or number
 
     def before(_: nn.Module, places: tuple[Any, ...], options: dict[str, Any]) -> None:
         hidden, *others = _named(places, options)
@@ -282,15 +281,15 @@ def _later_stage(decoder: Decoder, hidden_1SD: Tensor, arguments: Mapping[int, M
 
 
 def _named(places: Sequence[Any], options: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return a layer's arguments, first its hidden states, with their names or else their numbers."""
+    """Return a layer's arguments with their names or, without a name, their numbers; hidden states first."""
     named = {str(number): value for number, value in enumerate(places)} | dict(options)
     first = "0" if places else "hidden_states"
     return [(first, named.pop(first)), *named.items()]
 
 
 def _encoded(decoder: Decoder, arguments: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return the tensors among arguments of layers, each one once, and a text that says where they belong. Raises
-    ProofError for a value that has tensors but is not one, or a list of them.
+    """Return the tensors among the arguments of layers, each tensor once, and a text with their places. Raises
+    ProofError for a value that contains tensors but is neither a tensor nor a list of tensors.
     """
     unique: dict[int, tuple[str, Tensor]] = {}  # the place and the tensor, by the tensor's identity
     places: dict[int, dict[str, Any]] = {}
@@ -314,7 +313,6 @@ def _encoded(decoder: Decoder, arguments: Mapping[int, Mapping[str, Any]]) -> di
 
 
 def _decoded(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Any]]:
-    """Return the arguments of `_encoded`, by layer."""
 
     arguments: dict[int, dict[str, Any]] = {}
     for number, places in json.loads(tensors[_ARGUMENTS].cpu().numpy().tobytes()).items():

@@ -2,10 +2,10 @@
 
 When the data is loaded, the processor replaces each image's placeholder in the text by the tokens of the image's
 features. The pixel tensors are made again when a micro-batch is built, by one call for each document, so that they do
-not depend on the other documents. At the first use it is proven on small pictures that the tensors of documents, each
-made by one call and then concatenated, are those of one call for all of them.
+not depend on the other documents. At the first use, small pictures prove that the concatenated tensors of one call
+for each document equal the tensors of a single call for all documents.
 
-S tokens of a document, or of the longest of B prompts.
+S tokens of a document, or of the longest prompt among B prompts.
 """
 
 import io
@@ -36,24 +36,24 @@ from stillhouse.models.vision_language import TOKEN_TYPES, model_media, read_tok
 
 _PER_TOKEN = {"input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets", *TOKEN_TYPES}
 _PROBES = ((37, 23), (64, 48), (20, 50))  # widths and heights
-_PART = 2**22  # tokens that are searched at a time
+_PART = 2**22  # the number of tokens that are searched at a time
 
 
 class _Layout(NamedTuple):
-    """How a processor returns the tensors of images. stacked: names of tensors whose first dim is documents and whose
-    second dim is their images.
+    """The form in which a processor returns the tensors of images. stacked: the names of the tensors whose first dim
+    is the documents and whose second dim is the images.
     """
 
-    token_types: str | None  # their name, if there are any
+    token_types: str | None  # the name of the token types, if the model has them
     stacked: frozenset[str]
 
 
 class ImageProcessor:
-    """The processor of a student, as a `MediaProcessor`, which says what its methods return.
+    """The processor of a student. `MediaProcessor` documents its methods.
 
-    kind: the name of this add-on in the registry. tokenizer: the student's, which the processor must have, too.
-    most_pixels: a larger image is scaled down to this number of pixels; None: no limit. template_is_set: whether the
-    tokenizer's chat template was replaced by another one.
+    kind: the name of this add-on in the registry. tokenizer: the student's tokenizer, which the processor must also
+    have. most_pixels: a larger image is scaled down to this number of pixels; there is no limit if it is None.
+    template_is_set: whether the tokenizer's chat template was replaced by another template.
     """
 
     kind = "images"
@@ -87,8 +87,8 @@ class ImageProcessor:
 
     @cached_property
     def processor(self) -> Any:
-        """transformers' processor. Raises ValueError if it cannot be loaded, has another tokenizer or another chat
-        template, or does not say where it expands placeholders.
+        """The processor of transformers. Raises ValueError if it cannot be loaded, has another tokenizer or another
+        chat template, or does not return the positions of expanded placeholders.
         """
         require_pillow()
         processor = load_processor(self.name, *self._options)
@@ -124,7 +124,7 @@ class ImageProcessor:
 
     @cached_property
     def layout(self) -> _Layout:
-        """Raises ValueError if tensors of several documents are not those of each document, concatenated."""
+        """Raises ValueError if a call for several documents does not return their concatenated tensors."""
         with reading(f"the processor of {self.name!r} ({type(self.processor).__name__}) does not process pictures"):
             pictures = _random_pictures()
             one, two, together = pictures[:1], pictures[1:], pictures
@@ -142,10 +142,10 @@ class ImageProcessor:
             expected = together_tensors[name] if name in stacked else made[name]
             if tensor.shape != expected.shape or not torch.equal(tensor, expected):
                 raise ValueError(
-                    f"the processor of {self.name!r} ({type(self.processor).__name__}) makes another {name!r} of the "
-                    "images of two documents together than of each document: such models cannot be trained on images"
+                    f"the processor of {self.name!r} ({type(self.processor).__name__}) makes another {name!r} from "
+                    "two documents in one call than from each alone: such models cannot be trained on images"
                 )
-        # the name of the token types that are not zero for the placeholders of an image
+        # the name of the token types with other values than 0 for the placeholders of an image
         types = next((name for name in TOKEN_TYPES if name in kinds and kinds[name].any()), None)
         return _Layout(types, stacked)
 
@@ -178,8 +178,8 @@ class ImageProcessor:
         return Expanded(ids, offsets, replaced)
 
     def read(self, documents: Documents, document: int, ids: np.ndarray) -> MediaTensors:
-        """Raises DataError if a file has changed since the data was loaded, or if the processor now makes another
-        number of placeholder tokens.
+        """Raises DataError if a file has changed since the data was loaded, or if the number of placeholder tokens
+        is now different.
         """
         try:
             return self.read_files(documents.media_of(document), ids)
@@ -245,14 +245,14 @@ class ImageProcessor:
         """The images and the kinds of tokens [B, S] of a batch of `GenerationRequest`s.
 
         `generate` runs the vision tower once, for the tokens of the prompts, and computes rotary positions itself.
-        Prompts are padded on the left; images are in the order of the rows.
-        Raises ValueError, with the request's number, for an image that cannot be read or whose file has changed since
-        the data was loaded, and for a prompt that ends with an image.
+        Prompts are padded on the left. Images are in the order of the rows.
+        Raises ValueError with the request's number if an image cannot be read, if its file has changed since the data
+        was loaded, and if a prompt ends with an image.
         """
         model = decoder.pretrained
         placeholders = {*self.placeholder_ids, *placeholder_ids(model)}
         for request in requests:
-            # `generate` would count the next token's position on each axis from the image's last position
+            # `generate` would continue the positions of each axis separately from the image's last position
             if request.prompt_ids[-1] in placeholders:
                 raise ValueError(
                     f"request {request.number}: its prompt ends with an image: expected text behind it, such as the "
@@ -268,7 +268,7 @@ class ImageProcessor:
         return arguments | read_token_inputs(model, kinds)
 
     def prompt_tensors(self, requests: Sequence[Any]) -> list[Mapping[str, Tensor]]:
-        """The images of each request. Those of the samples of a prompt are processed once."""
+        """The tensors of each request's images. Images of several samples of a prompt are processed once."""
         made: dict[tuple[bytes, ...], Mapping[str, Tensor]] = {}
         tensors: list[Mapping[str, Tensor]] = []
         for request in requests:
@@ -336,8 +336,8 @@ def _random_pictures() -> list[Any]:
 
 
 def concatenated(parts: Sequence[Mapping[str, Tensor]], stacked: frozenset[str]) -> dict[str, Tensor]:
-    """The tensors of several documents' images as those of one call. stacked: see `_Layout`. Images are concatenated
-    along their dim. Other dims that differ are padded with zeros at their ends.
+    """Concatenate the tensors of several documents' images, so that they equal the tensors of one call. stacked: see
+    `_Layout`. Images are concatenated along their dim. Other dims are padded with zeros at the end.
     """
     joined: dict[str, Tensor] = {}
     for name in parts[0]:

@@ -1,10 +1,10 @@
-"""Proves that documents with images that are packed together are those of the plain model, one document at a time.
+"""Proves that packed documents with images have the same hidden states as each document alone in the plain model.
 
-The documents are those of the model's own processor, of unlike images, and at least one has no image. The plain model
-gets each document alone, as the processor returns it: without positions, which it then computes itself. The decoder
-gets all of them in two rows with padding. Each document must have the same hidden states. Then the images of one
-document are changed. Its hidden states must change, and those of all others must not: so images are read, and they
-belong to the right documents.
+The documents come from the model's own processor. Their images are different, and at least one document has no image.
+The plain model gets each document alone, as the processor returns it: without positions, which the model then
+computes itself. The decoder gets all documents in two rows with padding. Each document must have the same hidden
+states in both cases. Then the images of one document are changed. The hidden states of this document must change,
+and no others. This proves that images are read, and that they belong to the right documents.
 
 B rows, S columns, A axes of positions; D width.
 """
@@ -28,16 +28,16 @@ from stillhouse.models.vision_language import AXES, TOKEN_TYPES
 
 #: joins the images of several documents, as a micro-batch has them
 JoinImages = Callable[[Sequence[Mapping[str, Tensor]]], Mapping[str, Tensor]]
-#: the least relative change of a hidden state that shows that images are read: equal inputs give equal bits
+#: the least relative change of a hidden state that proves that images are read; equal inputs would give equal bits
 _CHANGED = 1e-4
-#: of a decoder that cannot run packed documents
+#: the error for a decoder that cannot run packed documents
 CANNOT_RUN = "{} cannot run packed documents with images"
-_PADDING = 3  # columns, behind the documents of the longer row
+_PADDING = 3  # columns after the documents of the longer row
 
 
 @dataclass(frozen=True)
 class ImageDocument:
-    """A document as its processor returns it."""
+    """A document as the processor returns it."""
 
     ids_S: Tensor
     types_S: Mapping[str, Tensor]  # the kinds of tokens, by their names in TOKEN_TYPES
@@ -45,7 +45,7 @@ class ImageDocument:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "ImageDocument":
-        """tensors: [1, S] for tokens."""
+        """tensors: the processor's tensors; tensors per token have the shape [1, S]."""
         per_token = {"input_ids", "attention_mask", *TOKEN_TYPES}
         return cls(
             tensors["input_ids"][0],
@@ -54,17 +54,17 @@ class ImageDocument:
         )
 
     def axis_positions(self, decoder: Any) -> Tensor | None:
-        """The rotary positions [S, A]; None with only one axis."""
+        """The rotary positions [S, A]; None if there is only one axis."""
         types_S = next(iter(self.types_S.values()), None)
         positions_SA: Tensor | None = decoder.axis_positions(self.ids_S, types_S, self.images)
         return positions_SA
 
 
 class ImageModel(ABC):
-    """A model to be proven. `alone` and `packed` are collectives of the processes that have parts of it.
+    """A model to be proven. `alone` and `packed` are collectives of the processes that have parts of the model.
 
-    decoders: its parts on this process, of which all pack documents in the same way.
-    precision: the dtype of its matrix products; None: that of its weights.
+    decoders: the parts of the model on this process; all parts pack documents in the same way.
+    precision: the dtype of the model's matrix products; if it is None, the dtype of the weights.
     """
 
     decoders: Sequence[Any]
@@ -115,12 +115,13 @@ def prove_image_model(
     join: JoinImages,
     agreed: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Prove that a model reads documents with images as the plain model does, or pack them in the next way.
+    """Prove that a model reads packed documents with images as the plain model does. If a way of packing fails, the
+    model's next way of packing is proven.
 
-    documents: some with images and some without, as the processor returns them for one document each. agreed: a
+    documents: documents with and without images, as the processor returns them for single documents. agreed: a
     context that raises a PackingError or ProofError of its block on all processes that share the model. Raises
-    ProofError, naming the model, if the documents are not exact in rows of their own, either. Does not change
-    weights, modes or the state of random generators.
+    ProofError with the model's name if even documents in separate rows are not exact. Does not change weights, modes
+    or the state of random generators.
     """
     parsed = [ImageDocument.of(tensors) for tensors in documents]
     with_images = [document for document in parsed if document.images]
@@ -191,7 +192,7 @@ class PackedDocuments:
 def _prove_packed(
     model: ImageModel, documents: Sequence[ImageDocument], expected: Sequence[Tensor], join: JoinImages
 ) -> None:
-    """Raise PackingError unless the packed documents have these hidden states [S, D], and their images are read."""
+    """Raise PackingError unless the packed documents have the expected hidden states [S, D] and images are read."""
     decoder = model.decoders[0]
     packed, name = PackedDocuments.of(decoder, documents), typename(decoder.pretrained)
 
@@ -199,10 +200,10 @@ def _prove_packed(
         return model.packed(packed, join([document.images for document in members if document.images]))
 
     hidden_BSD, changed = run(documents), dict[int, Tensor]()
-    # all processes run all documents, also if one of them would raise an error below
+    # all processes run all documents first, because any of them may raise an error below
     for number, document in enumerate(documents):
         if images := document.images.items():
-            # with inverted colours, and mirrored
+            # inverted and mirrored images
             inverted = {name: -value.flip(-1) if value.is_floating_point() else value for name, value in images}
             others = [*documents[:number], replace(document, images=inverted), *documents[number + 1 :]]
             if (changed_BSD := run(others)) is not None:
@@ -214,7 +215,7 @@ def _prove_packed(
         which = f"{name}: the hidden states of document {number} of {len(documents)} with images, packed, differ by "
         rest = "{error:.2%} from those of the plain model on that document alone"
         _compare(hidden_SD, expected_SD, precision, which + rest)
-    # other images in a document must change its hidden states, and no others
+    # other images in a document must change the hidden states of this document only
     message = f"{name}: the hidden states of a document change by {{error:.2%}} with the images of another document"
     for number, changed_BSD in changed.items():
         after = packed.parts(changed_BSD)
@@ -227,7 +228,7 @@ def _prove_packed(
 
 
 def document_positions(decoder: Any, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the rotary positions [S, A] of a document as its processor returns it; None with only one axis."""
+    """Return the rotary positions [S, A] of a document from its processor; None if there is only one axis."""
     return ImageDocument.of(tensors).axis_positions(decoder)
 
 
@@ -242,7 +243,7 @@ def run_alone(decoder: Any, document: ImageDocument) -> Tensor:
 
 
 def _padded(name: str, parts: Sequence[Tensor], columns: int) -> Tensor:
-    """Join values [S, …] of documents and of padding, which is a document: its positions begin at 0 in each axis."""
+    """Join values [S, …] of documents and of padding. Padding counts as a document: its positions begin at 0."""
     joined_S = torch.cat([*parts])
     if name not in ("position_ids", AXES):
         return pad(joined_S, (0, columns), value=int(joined_S[0]) if name == "input_ids" else 0)
@@ -258,7 +259,7 @@ def _compare(hidden_SD: Tensor, expected_SD: Tensor, precision: torch.dtype, mes
 
 @contextmanager
 def _kept_deltas(models: Sequence[Any]) -> Iterator[None]:
-    """Restore the state that a backbone keeps of its last images, and which it adds to later positions."""
+    """Restore the state that a backbone keeps from its last images and adds to later positions."""
     modules = {part for model in models for part in model.modules() if hasattr(part, "rope_deltas")}
     kept = [(module, module.rope_deltas) for module in modules]
     try:

@@ -40,7 +40,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "sampled_kl": ("k1", "k2", "k3"),
     "policy_gradient": (),
 }
-#: since when and why names of the grammar, and keys and values of the configuration, are gone
+#: The reason that error messages give for losses, and for keys and values of the configuration, that were removed.
 NO_GAIN = "removed in November 2026, because it gave no gain (docs/claims.md)"
 #: divergences and terms of earlier versions
 REMOVED = ("acceptance", "uld")
@@ -146,9 +146,9 @@ def unknown_name(
 
     others: known names that are not divergences, each with the synonyms that other projects use.
     """
-    if summand.name in REMOVED:
+    if summand.name.lower() in REMOVED:
         return ValueError(
-            f"{summand.name} does not exist any more: {NO_GAIN}; expected another divergence, such as forward_kl"
+            f"{summand.name} does not exist any more: {NO_GAIN}; expected another loss, such as forward_kl"
             f"{summand.place}"
         )
     synonyms = {name: kind.definition.synonyms for name, kind in kinds.items()} | dict(others)

@@ -102,6 +102,8 @@ def test_metadata_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
         ("stillhouse.parts", "objective.tokens"),
         ("stillhouse.engines", "parallel.fsdp"),
         ("stillhouse.sources", "teacher.revision"),
+        ("stillhouse.sources", "teacher.json"),  # a method of pydantic's BaseModel
+        ("stillhouse.sources", "teacher.removed"),
     ],
 )
 def test_an_add_on_with_the_name_of_another_key_is_refused(tmp_path: Path, group: str, key: str) -> None:
@@ -109,5 +111,16 @@ def test_an_add_on_with_the_name_of_another_key_is_refused(tmp_path: Path, group
     name = key.partition(".")[2]
     write_distribution(tmp_path, {group: {name: "kinds:Kind"}}, {"kinds.py": "class Kind: field = int, 0"})
     done = run_python("import stillhouse.config", tmp_path, ROOT)
-    error = f"add_on 1.0 registers {name!r} in {group}, and {key} is a key already: register it under another name"
+    error = f"add_on 1.0 registers {name!r} in {group}, and {key} is the name of a key or an attribute "
+    error += "already: register it under another name"
     assert f"ValueError: {error}\n" in done.stderr
+
+
+def test_an_add_on_without_a_key_of_its_own_may_have_any_name(tmp_path: Path) -> None:
+    """The same package under another name, and an entry whose `field` is None."""
+    text_environment = {"environment": "stillhouse.agents.environments:TextEnvironment"}
+    write_distribution(tmp_path, {"stillhouse.environments": text_environment}, {}, "stillhouse-fork")
+    kind = {"kinds.py": "class Kind:\n    field, rules = None, tuple\n"}
+    write_distribution(tmp_path, {"stillhouse.parts": {"loss": "kinds:Kind"}}, kind)
+    done = run_python("import stillhouse.config", tmp_path, ROOT)
+    assert done.returncode == 0, done.stderr

@@ -287,7 +287,7 @@ def test_a_generation_prompt_that_opens_thoughts(tmp_path: Path, name: str) -> N
         assert load(tmp_path, name, record).targets(0).any()
         return
     with pytest.raises(
-        DataError, match=r"ends a prompt with .*<think>.*\(data.chat_template: if it reads enable_thinking, a copy"
+        DataError, match=r"ends a prompt with .*<think>.*\(data.chat_template; for a template that reads enable_thin"
     ) as error:
         load(tmp_path, name, record)
     assert "last turn" not in str(error.value)

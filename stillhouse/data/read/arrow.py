@@ -1,8 +1,8 @@
 """Reads records of Arrow tables: Parquet files, folders saved by `datasets`, and datasets of the hub.
 
-All objects of a column have the same keys in Arrow, which fills those that an object lacks with null. In messages and
-tools, such nulls would be written by chat templates, so that they are removed. JSON values (`Json` of `datasets`) are
-decoded, and keep their nulls.
+In Arrow, all objects of a column have the same keys. Keys that an object lacks are filled with null. Chat templates
+would write such nulls in messages and tools, so these nulls are removed. JSON values (`Json` of `datasets`) are
+decoded and keep their nulls.
 """
 
 import json
@@ -15,7 +15,7 @@ from stillhouse.data.record import NoSourceError, Record
 from stillhouse.display import name_list
 from stillhouse.libraries import reading
 
-_BATCH = 1024  # rows that are converted at once
+_BATCH = 1024  # the number of rows that are converted at once
 #: the columns with messages or tools
 _CONVERSATIONS = {"messages", "prompt", "completion", "tools", "conversations"}
 
@@ -71,7 +71,7 @@ def read_hub(source: str, name: str, configuration: str | None, split: str) -> I
         raise NoSourceError(
             f"{source}: no file or folder of this name here, and no dataset on the hub: {error}"
         ) from error
-    except ValueError as error:  # no such split or configuration, or several of them and `source` names none
+    except ValueError as error:  # no such split or configuration, or several, of which `source` names none
         raise ValueError(
             f"{source}: the hub's dataset cannot be loaded ({name}:configuration@split names a part of it): {error}"
         ) from error
@@ -84,7 +84,7 @@ def _records_of_dataset(name: str, dataset: Any) -> Iterator[Record]:
 
 
 def _records(name: str, problem: str, tables: Iterator[Any]) -> Iterator[Record]:
-    """The rows of tables or batches of Arrow. problem: of a table that cannot be read, for the error."""
+    """The rows of tables or batches of Arrow. problem: the error's text for a table that cannot be read."""
     number = 0
     while True:
         with reading(f"{name}: {problem}{f' after row {number}' if number else ''}"):
@@ -101,7 +101,7 @@ def _records(name: str, problem: str, tables: Iterator[Any]) -> Iterator[Record]
 
 
 def _as_written(value: Any, field: Any, *, drops_null: bool) -> Any:
-    """A value of a column as it was before Arrow. field: its name and type."""
+    """A column's value in its form before Arrow. field: the name and type of the column."""
     if value is None:
         return None
     if _is_json(field):
@@ -123,7 +123,7 @@ def _has_json(field: Any) -> bool:
 
 
 def _is_json(field: Any) -> bool:
-    """Whether the field's strings are JSON. pyarrow before 19 leaves the type in the metadata."""
+    """Whether the field's strings are JSON. Before version 19, pyarrow has the type only in the metadata."""
     name = (
         getattr(field.type, "extension_name", "") or (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
     )

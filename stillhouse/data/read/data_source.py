@@ -21,11 +21,11 @@ _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.+-]+))?(@(?P
 def read_records(source: str | os.PathLike[str]) -> Iterator[Record]:
     """The records of a file, a folder of files, a glob, a saved `datasets` folder or a hub id, in a fixed order.
 
-    Files of a folder or a glob are read in the order of their names. Only regular files and links to them are opened.
-    Anything else with the name of a data file raises ValueError, except a folder that a glob matches. A `source` that
-    does not exist on this machine is a hub id, unless it looks like a path. The hub id is passed unchanged to
-    `datasets.load_dataset`. `:configuration` and `@split` may follow it, as in `allenai/c4:en@validation`. The
-    default split is "train".
+    Files of a folder or a glob are read in the order of their names. Only regular files and links to regular files
+    are opened. Any other object with the name of a data file raises ValueError, except a folder that a glob matches.
+    A `source` that does not exist on this machine is a hub id, unless it looks like a path. The hub id is passed
+    unchanged to `datasets.load_dataset`. `:configuration` and `@split` may follow it, as in
+    `allenai/c4:en@validation`. The default split is "train".
 
     Raises NoSourceError if the source does not exist, and ValueError if it cannot be read.
     """
@@ -50,7 +50,7 @@ def local_files(source: str | os.PathLike[str]) -> list[Path] | None:
     if path.is_file():
         return [path]
     if path.is_dir() and is_saved(path):
-        folders = [path, *(state.parent for state in path.glob("*/state.json"))]  # of splits, or of one
+        folders = [path, *(state.parent for state in path.glob("*/state.json"))]  # of all splits, or of one
         return require_regular(sorted(file for inner in folders for file in inner.iterdir() if not file.is_dir()))
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if _is_readable(file))
@@ -74,7 +74,7 @@ def local_files(source: str | os.PathLike[str]) -> list[Path] | None:
 
 
 def require_source(source: str) -> None:
-    """Raise ValueError if the source is on this machine and cannot be read, or is neither there nor a hub id."""
+    """Raise ValueError if the source is on this machine and cannot be read, or if it is neither here nor a hub id."""
     if local_files(source) is None:
         _hub_id(os.path.expanduser(source))
 

@@ -1,9 +1,9 @@
 """Recognises the columns of ShareGPT and Alpaca, and converts their records to Stillhouse's record forms.
 
     ShareGPT    conversations: [{from, value}, …], maybe system     becomes messages
-    Alpaca      instruction, output, maybe input and system         becomes prompt and completion
+    Alpaca      instruction, output, maybe input and system         become prompt and completion
 
-If the first record has the columns of one of Stillhouse's forms, these columns of other projects are ignored.
+If the first record has the columns of one of Stillhouse's forms, the columns of other projects are ignored.
 """
 
 from collections.abc import Callable
@@ -90,7 +90,7 @@ def _turn(number: int, turn: Any) -> Fields:
     if not isinstance(turn["value"], str):
         raise RecordError(f"'value' of {where} must be a string, got {value_in_words(turn['value'])}")
     role = ROLES[turn["from"]]
-    # keep these marks, for which the template raises an error
+    # keep these keys, for which the template raises an error
     masks = {key: turn[key] for key in MASKS if turn.get(key) not in (None, 1)} if role == "assistant" else {}
     return {"role": role, "content": turn["value"], **masks}
 
@@ -107,7 +107,7 @@ def _from_alpaca(fields: Fields, *, as_chat: bool, prompts: bool) -> Fields:
     instruction = string_value(fields, "instruction")
     input_text = string_value({"input": fields.get("input") or ""}, "input", may_be_empty=True)
     output = fields.get("output")
-    # of a prompt, the output is not read: only its type is checked
+    # if only prompts are read, the output is not used, and only its type is checked
     if not prompts or ("output" in fields and not (isinstance(output, str) and output)):
         output = string_value(fields, "output")
     system = _system(fields)
@@ -127,7 +127,6 @@ def _from_alpaca(fields: Fields, *, as_chat: bool, prompts: bool) -> Fields:
 
 
 def _require_absent(fields: Fields, *columns: str) -> None:
-    """Raise RecordError if the record also has one of these columns of Stillhouse."""
     ours = [column for column in columns if fields.get(column) is not None]
     if ours:
         raise RecordError(

@@ -1,6 +1,6 @@
 """Reads records of text files: JSON Lines, one JSON array, and CSV or TSV with a header line.
 
-JSON Lines is not read by a library, because an error must name the record's line.
+No library reads JSON Lines here, because an error must name the record's line.
 """
 
 import codecs
@@ -15,7 +15,7 @@ from stillhouse.data.read.reader import DECOMPRESSES, MAX_BYTES, Reader, format_
 from stillhouse.data.record import DataError, Record, parsed_json, unique_keys, value_in_words
 from stillhouse.display import first_line
 
-#: what `surrogateescape` makes of bytes that are not UTF-8
+#: the characters into which `surrogateescape` converts bytes that are not UTF-8
 _SURROGATES = re.compile("[\udc80-\udcff]")
 
 
@@ -33,7 +33,7 @@ class Json(Reader):
             if start.lstrip().startswith(b"["):
                 yield from _read_array(path)
                 return
-        with open_bytes(path) as file:  # bytes, so that only \n ends a line and a wrong encoding affects one line
+        with open_bytes(path) as file:  # in bytes: only \n ends a line, and a wrong encoding affects one line
             for number, line in enumerate(_lines(file), start=1):
                 where = f"{path}:{number}"
                 if len(line) > MAX_BYTES:
@@ -50,13 +50,13 @@ class Json(Reader):
                     problem = f"not UTF-8 text: byte {error.start + 1} of the line is {line[error.start]:#04x}"
                 except json.JSONDecodeError as error:
                     problem = f"not valid JSON: {error.msg} at column {error.colno}; expected one object per line"
-                except (ValueError, RecursionError) as error:  # also thousands of digits, or deep nesting
+                except (ValueError, RecursionError) as error:  # also for thousands of digits, and deep nesting
                     problem = f"not readable as JSON: {first_line(error)}"
                 yield Record(where, {} if problem else fields, problem)
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """A line longer than `MAX_BYTES` is cut to its first `MAX_BYTES + 1` bytes."""
+    """The lines of a file. A line longer than `MAX_BYTES` is cut to its first `MAX_BYTES + 1` bytes."""
     while line := file.readline(MAX_BYTES + 1):
         rest = line
         while len(rest) > MAX_BYTES and not rest.endswith(b"\n"):
@@ -98,7 +98,6 @@ def _read_array(path: Path) -> Iterator[Record]:
 
 
 def _next_character(text: str, at: int) -> int:
-    """The position of the next character that is not white space, or the length of the text."""
     while text[at : at + 1] in (" ", "\t", "\r", "\n"):
         at += 1
     return at
@@ -113,7 +112,7 @@ class Csv(Reader):
 
         Raises DataError for a missing or invalid header and for damaged quotes.
         """
-        csv.field_size_limit(MAX_BYTES)  # changes the limit of the process; the default is 128 KiB
+        csv.field_size_limit(MAX_BYTES)  # a limit of the whole process; the default is 128 KiB
         with open_bytes(path) as file:
             rows = csv.reader(_decoded(file), delimiter=cls.delimiter, strict=True)
             names: list[str] | None = None
@@ -150,7 +149,7 @@ class Tsv(Csv):
 
 
 def _decoded(file: BinaryIO) -> Iterator[str]:
-    """Lines that end only at a line feed. Bytes that are not UTF-8 become lone surrogates (`_SURROGATES`)."""
+    """The lines as text; only a line feed ends a line. Bytes that are not UTF-8 become lone surrogates."""
     encoding = "utf-8-sig"
     for line in _lines(file):
         if len(line) > MAX_BYTES:

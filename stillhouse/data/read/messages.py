@@ -17,17 +17,17 @@ from stillhouse.display import first_line, name_list
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
 
-#: keys with which other projects set the weight of a turn in the loss, or exclude the turn from it
+#: the keys with which other projects set the weight of a turn in the loss, or exclude the turn from the loss
 MASKS = ("weight", "train", "loss")
-#: ShareGPT's names of the roles. Chat templates do not know these names, so no turn would be a target
+#: ShareGPT's names of the roles. Chat templates do not know them, so no turn would be a target
 OTHER_ROLES = {"human": "user", "gpt": "assistant"}
-#: other names of the assistant. Only turns with the role assistant are targets, whatever a template writes
+#: other names of the assistant. Only turns with the role assistant are targets, for all templates
 _ASSISTANTS = ("ai", "bot", "chatbot", "chatgpt", "model")
 #: the place of an image in a text
 MARK = "<image>"
-#: keys of an image part that may have its value
+#: the keys of an image part of which one may have the value
 _IMAGE_KEYS = ("image", "url", "path", "base64", "image_url")
-#: the most parts of one message
+#: the most parts in the content of one message
 MAX_PARTS = 10_000
 
 
@@ -54,7 +54,7 @@ def _message(message: Any, name: str) -> Message:
             if len(parts := message[key]) > MAX_PARTS:
                 raise RecordError(f"{name} has {len(parts):,} parts: expected at most {MAX_PARTS:,}")
             message[key] = [_part(part, f"part {number} of {name}") for number, part in enumerate(parts, start=1)]
-            if not text_of(message).strip():  # templates for strings would write another turn than for an empty text
+            if not text_of(message).strip():  # some templates would not write this list as an empty text
                 message = with_joined_parts(message)
         elif not isinstance(message[key], str):
             expected = "a string" if key == "role" else "a string or a list of parts"
@@ -73,7 +73,6 @@ def _message(message: Any, name: str) -> Message:
 
 
 def _calls(message: Message) -> list[dict[str, Any]]:
-    """The functions that a message calls, each with its `name` and `arguments`."""
     calls = message.get("tool_calls") or []
     calls = [*(calls if isinstance(calls, list) else []), message.get("function_call")]
     functions = (call.get("function", call) for call in calls if isinstance(call, dict))
@@ -81,8 +80,8 @@ def _calls(message: Message) -> list[dict[str, Any]]:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Arguments of a call, as an object if they are JSON text (the form of OpenAI). Some programs write null or an
-    empty text for a call without arguments, where models write an empty object.
+    """The arguments of a call, as an object if they are JSON text (OpenAI's form). Null and an empty text, which some
+    programs write for a call without arguments, become an empty object, as models write it.
     """
     if isinstance(arguments, str):
         arguments = parsed_json(arguments) if arguments.strip() else None
@@ -92,7 +91,7 @@ def _parsed(arguments: Any) -> Any:
 
 
 def with_arguments(message: Message, *, as_text: bool) -> Message:
-    """The message with the arguments of its calls as objects, or as JSON text, in which a text stays as it is."""
+    """The message with its calls' arguments as objects or as JSON text. Arguments that are text stay unchanged."""
     if not _calls(message):
         return message
     message = copy.deepcopy(message)
@@ -107,7 +106,7 @@ def with_arguments(message: Message, *, as_text: bool) -> Message:
 
 @lru_cache(maxsize=256)
 def _expected_role(role: str) -> str:
-    """The role that is meant by another project's name, or by a spelling error; "" for every other role."""
+    """The role that another project's name or a misspelling means; "" for every other role."""
     plain = role.strip().lower()
     expected = OTHER_ROLES.get(plain, "assistant" if plain in _ASSISTANTS else plain)
     if expected in ("system", "user", "assistant"):
@@ -160,13 +159,13 @@ def with_text_appended(message: Message, text: str) -> Message:
 
 
 def with_parts(message: Message) -> Message:
-    """The message with its content as a list of parts. "" is one part, too: some templates read the first part."""
+    """The message with its content as a list of parts. "" becomes one part: some templates read the first part."""
     content = message.get("content")
     return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def with_joined_parts(message: Message) -> Message:
-    """The message with its content as a string, if the content is a list of texts, or absent."""
+    """The message with its content as a string, if the content is a list of texts or absent."""
     content = message.get("content", [])
     if not isinstance(content, list) or any(part["type"] != "text" for part in content):
         return message
@@ -186,8 +185,8 @@ def require_targets(messages: list[Message], column: str) -> None:
 
 
 def tools_of(fields: dict[str, Any]) -> Tools:
-    """The record's tools, or None. Raises RecordError unless they are a list of objects, or the JSON text of such a
-    list: in Parquet, objects with different keys have to be stored as text.
+    """The record's tools, or None. Raises RecordError unless they are a list of objects or the JSON text of such a
+    list. (Parquet can store objects with different keys only as text.)
     """
     value = tools = fields.get("tools")
     if isinstance(tools, str):
@@ -206,7 +205,7 @@ def tools_of(fields: dict[str, Any]) -> Tools:
 
 
 def require_among(tools: list[dict[str, Any]], tools_in_run: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a record's tools. Raises RecordError for one that the run lacks, or has with other parameters."""
+    """Return a record's tools. Raises RecordError for a tool that the run lacks or has with other parameters."""
     parameters = {tool["function"]["name"]: _parameters(tool) for tool in tools_in_run}
     for tool in tools:
         function = tool.get("function", tool)
@@ -225,7 +224,7 @@ def require_among(tools: list[dict[str, Any]], tools_in_run: Sequence[dict[str, 
 
 
 def _parameters(tool: dict[str, Any]) -> tuple[set[str], set[str]]:
-    """The names of a tool's parameters, and of those without a default."""
+    """The names of a tool's parameters, and the names of its parameters without a default."""
     parameters = tool["function"].get("parameters")
     parameters = parameters if isinstance(parameters, dict) else {}
     return set(parameters.get("properties") or {}), set(parameters.get("required") or [])

@@ -1,5 +1,5 @@
-"""Opens data files, and decompresses gzip (`.gz`) and Zstandard (`.zst`). Only regular files are opened: opening a
-named pipe would wait until another process writes to it, and a device may never end.
+"""Opens data files, and decompresses gzip (`.gz`) and Zstandard (`.zst`). Only regular files are opened: to open a
+named pipe means to wait until another process writes to it, and a device may never end.
 """
 
 import gzip
@@ -15,7 +15,7 @@ from typing import BinaryIO, ClassVar, Protocol, cast
 from stillhouse.data.record import Record
 
 COMPRESSED = (".gz", ".zst")
-#: the capability of a reader that opens its files with `open_bytes`; a suffix of `COMPRESSED` may follow their names
+#: the capability of a reader that uses `open_bytes`: a suffix of `COMPRESSED` may follow the names of its files
 DECOMPRESSES = f"also {' and '.join(COMPRESSED)}"
 #: the most bytes of a line of JSON or CSV, and of a field of CSV
 MAX_BYTES = 32 * 2**20
@@ -29,13 +29,13 @@ _KINDS = {
 
 
 class Reader(Protocol):
-    """Reads files whose names end in the name of its entry in the group `stillhouse.readers`, such as jsonl."""
+    """Reads files with one suffix, such as jsonl: the name of its entry in the group `stillhouse.readers`."""
 
     capabilities: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def read(cls, path: Path) -> Iterator[Record]:
-        """The records of a file. A record that cannot be read has a problem. Raises ValueError for a damaged file."""
+        """The records of a file. An unreadable record has a `problem`. Raises ValueError for a damaged file."""
         ...
 
 
@@ -61,7 +61,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def format_of(path: Path) -> str:
-    """A file's suffix, where the suffix of a compression is ignored: ".jsonl" for a.jsonl and for a.jsonl.zst."""
+    """A file's suffix without the suffix of a compression: ".jsonl" for a.jsonl and for a.jsonl.zst."""
     return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
 
 
@@ -76,7 +76,7 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
             yield plain
         return
     what = "gzip" if path.suffix == ".gz" else "Zstandard"
-    if not path.stat().st_size:  # the libraries would decompress an empty file to an empty text
+    if not path.stat().st_size:  # the libraries would accept an empty file as an empty text
         raise ValueError(f"{path}: the file is empty; expected {what} data")
     try:
         if path.suffix == ".gz":

@@ -1,14 +1,14 @@
-"""Aligns the tokens of two tokenizers on the same text. A span lies between two positions where both tokenizers have
-a token border.
+"""Aligns the tokens of two tokenizers on the same text. A span is the text between two positions at which both
+tokenizers have a token border.
 
 A document is stored as the student's ids, so its text is recovered from their bytes. The teacher's tokenizer then
 tokenizes the same text. Special tokens are not part of the text. They are translated one by one:
 
     the student's tokens before a text     the teacher's tokens before a text
-    EOS or BOS                             the teacher's token of the same role; without one, as in the next line
-    another special token                  the teacher's special token of the same name; without one, its name as text
+    EOS or BOS                             the teacher's token of the same role; if it has none, as in the next line
+    another special token                  the teacher's special token of the same name, else the name as text
 
-If the student's tokenizer puts no token before a text, every document counts as the beginning of a text. Where a long
+If the student's tokenizer puts no token before a text, every document counts as the beginning of a text. If a long
 text was split, a document may begin or end within a character. The bytes of this character have no counterpart, and
 the teacher does not read them.
 
@@ -31,7 +31,7 @@ from stillhouse.data.offsets import offsets_of
 from stillhouse.data.record import DataError
 from stillhouse.data.render.token_bytes import TokenBytes
 
-_MAX_CONTINUATION_BYTES = 3  # of a UTF-8 character after its first byte
+_MAX_CONTINUATION_BYTES = 3  # the most bytes of a UTF-8 character after its first byte
 ABSENT = -1
 _BATCH = 512  # documents per call of the tokenizer
 
@@ -45,10 +45,10 @@ class AlignedSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class AlignedDocument:
-    """The teacher's tokens of a document, and the spans in ascending order. No range of a span is empty.
+    """The teacher's tokens of a document, and the spans in ascending order. Every span has tokens of both sides.
 
     A token without a counterpart is in no span.
-    begins: positions of student tokens at which a text begins to which the student's tokenizer adds a space.
+    begins: the positions of the first student tokens of the texts to which the student's tokenizer adds a space.
     """
 
     teacher_tokens: np.ndarray
@@ -60,8 +60,8 @@ class AlignedDocument:
 class _Draft:
     """A document that is being translated.
 
-    begins: whether the document begins at the beginning of a text, and not in the middle of a text.
-    parts: for each part, the positions of its student tokens, and its text or the teacher's ids for it.
+    begins: whether the document begins at the beginning of a text, and not in the middle of it.
+    parts: for each part, the positions of the student tokens, and the part's text or the teacher's ids for it.
     behind_space: the positions of the student tokens before which the student's tokenizer puts a space.
     """
 
@@ -74,7 +74,7 @@ class _Draft:
 class _Text:
     """A text without special tokens. ends: the number of bytes up to the end of each student token. first: the number
     of bytes before `text`, which belong to an incomplete character. is_inner: whether the teacher's tokenizer puts no
-    space before the text. ids: the teacher's.
+    space before the text. ids: the teacher's ids.
     """
 
     text: str
@@ -88,10 +88,10 @@ class Aligner:
     """Translates documents from the student's ids to the teacher's ids.
 
     teacher_of: for each id of the student, the teacher's id with the same bytes or the same role, or -1.
-    student_of: the inverse; each id has at most one counterpart.
+    student_of: the inverse of `teacher_of`; each id has at most one counterpart.
     first_of: for each id of the teacher, the student's token with the same bytes. If the student has no such token,
-        its tokenizer tokenizes these bytes as the middle of a text, and `first_of` is the first token; -1 if this is
-        impossible.
+        these bytes are tokenized with the student's tokenizer as the middle of a text, and `first_of` is the first
+        token of the result. It is -1 if this is impossible.
     first_of_text: like `first_of`, for bytes at the beginning of a text, where the student's tokenizer adds a space.
 
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
@@ -134,8 +134,8 @@ class Aligner:
         return self._with_first(self.first_of.copy(), self.teacher.bytes_of, inner=False)
 
     def _with_first(self, first_of: np.ndarray, indices: Collection[int], *, inner: bool) -> np.ndarray:
-        """Tokenize the teacher's tokens that consist of whole characters with the student's tokenizer. Set `first_of`
-        of their ids to the first token, or to -1.
+        """Set `first_of` for the teacher's ids in `indices` whose tokens consist of whole characters: the student's
+        tokenizer tokenizes their text, and the value is the first token of the result, or -1. Returns `first_of`.
         """
         texts = {}
         for index in indices:
@@ -161,7 +161,7 @@ class Aligner:
         return [self._aligned(draft) for draft in drafts]
 
     def translate(self, documents: Documents) -> Documents:
-        """The documents in the teacher's ids, without targets. Raises DataError for one that cannot be aligned."""
+        """The documents in the teacher's ids, without targets. Raises DataError if a document cannot be aligned."""
         ids: list[np.ndarray] = []
         for start in range(0, len(documents), _BATCH):
             batch = range(start, min(start + _BATCH, len(documents)))
@@ -180,7 +180,7 @@ class Aligner:
 
     def _draft(self, tokens: np.ndarray) -> _Draft:
         ids, prefix = tokens.tolist(), self.student.prefix
-        # the number of tokens that the student's tokenizer has put before the text of the document
+        # the number of tokens that the student's tokenizer has put before the document's text
         begin = len(prefix) if ids[: len(prefix)] == prefix else 0
         begin = begin or int(bool(ids) and ids[0] == self.student.bos)
         draft = _Draft(begins=begin > 0 or not prefix)
@@ -224,7 +224,7 @@ class Aligner:
                 at = next((n for n, pair in enumerate(zip(content, expected, strict=False)) if pair[0] != pair[1]), 0)
                 shown = expected[max(0, at - 10) : at + 20].decode(errors="replace")
                 raise ValueError(
-                    f"the teacher's tokenizer changes its text near {shown!r}: expected one that keeps it"
+                    f"the teacher's tokenizer changes its text near {shown!r}: expected one that keeps the text"
                 )
             ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64) + part.first
             borders = np.intersect1d(np.append(0, part.ends), np.append(part.first, ends))
@@ -251,7 +251,7 @@ def _as_text(pieces: list[bytes], *, may_begin: bool, may_end: bool) -> _Text:
 
 def _cuts(ends: np.ndarray, borders: np.ndarray, first: int = 0) -> list[int]:
     """For each border, the number of tokens before it. A token without bytes at a border counts as after the border,
-    except at the last one. ends: the bytes up to the end of each token. first: the bytes before the first token.
+    except at the last border. ends: for each token, the bytes up to its end. first: the bytes before all tokens.
     """
     before = np.where(borders <= first, 0, np.searchsorted(ends, borders) + 1)
     before[borders == (ends[-1] if len(ends) else first)] = len(ends)

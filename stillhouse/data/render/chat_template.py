@@ -2,8 +2,7 @@
 
 The tokenizer's chat template writes all text around the messages. The end marker of a turn is a target, but not the
 white space after it. Spans of targets are ranges of characters of the rendered text. A token that overlaps a span is
-a target. A record may have a column `tools` with the functions that the assistant may call. The template adds them to
-the text.
+a target. A record may have a column `tools` with the functions that the assistant may call. The template adds them.
 """
 
 import json
@@ -46,7 +45,7 @@ from stillhouse.data.render.tokenizers import encode, is_rendered
 from stillhouse.data.render.written_texts import Lost, is_refused
 from stillhouse.display import name_list
 
-#: roles that a refusal of another role names, if the template writes them
+#: the roles that the error for another role suggests, if the template writes them
 ROLES = ("system", "developer", "user", "assistant", "tool")
 #: limits of processor time and memory for rendering one conversation
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30
@@ -60,10 +59,10 @@ class ChatTemplate(Template):
     A prefix is a system turn. Without targets, the assistant's turns at the end of the conversation are dropped, and
     the generation prompt follows.
 
-    processor: that of a model that reads media. As transformers does with such a processor, the tokenizer then adds
-    its special tokens to a text that the template does not begin with a BOS. If the template only writes contents
-    that are lists of parts, all contents become such lists.
-    tools: those of the run. A record's own tools must be among them.
+    processor: the processor of a model that reads media. The tokenizer then adds its special tokens to a text that
+    the template does not begin with a BOS, as transformers does. If the template only writes contents that are lists
+    of parts, all contents become such lists.
+    tools: the tools of the run. A record's own tools must be among them.
     end_ids: the end-of-sequence ids of the student (see `Turns`).
     """
 
@@ -88,10 +87,10 @@ class ChatTemplate(Template):
         tokenizer.get_chat_template()  # raises if there are several templates and no default
         self.tokenizer, self.columns, self.targets, self.processor = tokenizer, columns, targets, processor
         self.tools = tools
-        #: the first prompt, and the first conversation with tools with the number of its first target, for `warnings`
+        #: for `warnings`: the first prompt; the first conversation with tools, and the number of its first target
         self._prompt_example: tuple[list[Message], Tools] | None = None
         self._tools_example: tuple[list[Message], Tools, int] | None = None
-        # A method of this object would make a reference cycle, which would keep this object and its process alive.
+        # A method of this object would make a reference cycle, and so keep this object and its process alive.
         conversations = Conversations(tokenizer, targets, end_ids)
         self.isolated = Isolated(
             lambda request: json.dumps(conversations.answer(*json.loads(request))).encode(),
@@ -160,7 +159,7 @@ class ChatTemplate(Template):
             prompt, bare = (self._text_or_none(messages, tools, first) for first in (0, None))
             answer: Message = {"role": "assistant", "content": ANCHOR}
             answered = self._text_or_none([*messages, answer], tools, None)
-            heading = ""  # between a prompt and the assistant's content, if the template has no generation prompt
+            heading = ""  # the text before the assistant's content if the template has no generation prompt
             if prompt is not None and prompt == bare and answered is not None and answered.startswith(prompt):
                 heading = answered.removeprefix(prompt).partition(ANCHOR)[0] if ANCHOR in answered else ""
             if heading.strip():  # white space needs no generation prompt
@@ -173,7 +172,6 @@ class ChatTemplate(Template):
         return lines
 
     def _text_or_none(self, messages: list[Message], tools: Tools, first: int | None) -> str | None:
-        """None if the template refuses the conversation."""
         try:
             return self._rendered(messages, tools, first)[0].body
         except RecordError:
@@ -189,21 +187,21 @@ class ChatTemplate(Template):
         return rendered.body
 
     def text(self, messages: list[Message], tools: Tools, *, prompt: bool) -> str:
-        """prompt: whether the generation prompt follows; it needs targets="none". Raises RecordError if the template
-        refuses the messages.
+        """prompt: whether the generation prompt follows; this needs targets="none". Raises RecordError if the
+        template refuses the messages.
         """
         assert not prompt or self.targets == "none"
         return self._rendered(messages, tools, 0 if prompt else None)[0].body
 
     @cached_property
     def _joins_arguments(self) -> bool:
-        """Whether the template writes arguments of calls only if they are JSON text: it joins them with other texts
-        (DeepSeek-V3), or writes an object as Python does.
+        """Whether the template needs the arguments of calls as JSON text, because it joins them with other texts
+        (DeepSeek-V3) or writes an object as Python does.
         """
         arguments, texts = {"a": ANCHOR}, []
         function = {"name": "f", "description": "a", "parameters": {"type": "object", "properties": {}}}
         for form in (arguments, json.dumps(arguments)):
-            # Mistral's templates need such an id
+            # Mistral's templates require an id of this form
             call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": form}}
             messages: list[Message] = [
                 {"role": "user", "content": "a"},
@@ -230,8 +228,9 @@ class ChatTemplate(Template):
         return replace(rendered, encoded=replace(encoded, media=media, media_spans=spans))
 
     def _answer(self, messages: list[Message], tools: Tools, first: int | None) -> Any:
-        """See `Conversations.answer`; the text is "" if the template refuses the messages. A value that JSON does not
-        have becomes the text that transformers shows to a chat template; a dict key of such a type raises TypeError.
+        """Return the result of `Conversations.answer`; the text is "" if the template refuses the messages. A value
+        of a type that JSON lacks becomes the text that transformers gives to a chat template. Such dict keys raise
+        TypeError.
         """
         request = json.dumps([messages, tools, first], default=lambda value: f"<{type(value).__name__}>")
         return json.loads(self.isolated(request.encode()))
@@ -299,7 +298,7 @@ def _with_targets(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) 
 
 
 def _without_media(messages: list[Message]) -> tuple[list[Message], tuple[MediaFile, ...]]:
-    """The messages whose parts with media have no values, as chat templates read them, and the values."""
+    """Take the values out of the messages' parts with media, as chat templates need it. Returns both."""
     media: list[MediaFile] = []
     bare = list(messages)
     for number, message in enumerate(messages):

@@ -1,8 +1,7 @@
 """Renders conversations as text with a chat template, and finds the assistant's turns in them.
 
 A chat template is untrusted code that comes with a model. Therefore `Conversations.answer` runs in a separate process
-(`isolated_process.py`). Its arguments and results have JSON types. It returns an error of the template instead of
-raising it.
+(`isolated_process.py`). Its arguments and results have JSON types. An error of the template is returned, not raised.
 """
 
 import re
@@ -26,10 +25,10 @@ from stillhouse.display import first_line
 from stillhouse.libraries import reading
 
 _REFUSED = "the chat template refuses the messages"
-#: the date that templates get instead of today's date: the default of Llama's templates
+#: the date that templates get instead of today's date; it is the default of Llama's templates
 DATE = datetime(2024, 7, 26)
 _ASKS_FOR_THE_DATE = re.compile(r"""\bstrftime_now\(\s*(?P<quote>['"])(?P<form>[^'"\\]*)(?P=quote)\s*\)""")
-#: the text, its target ranges, the token that ends the last turn, and the texts that are lost
+#: the text, its target ranges, the token that ends the last turn, and the lost texts
 _Answer = tuple[str, list[Span], str, list[Lost]]
 
 
@@ -47,23 +46,23 @@ class Turns:
 
     text: renders messages. If its argument `prompt` is true, the generation prompt follows the messages.
     body: the whole conversation as text.
-    special: the tokenizer's added tokens. ends: those of them that are end-of-sequence tokens of the model.
+    special: the tokenizer's added tokens. ends: the added tokens that are end-of-sequence tokens of the model.
 
     With most templates, the text of the first n messages (and the generation prompt after them) is a prefix of the
     text of the whole conversation. The length of this prefix is then the edge of a turn.
 
-    Templates of reasoning models drop the thoughts of all turns except the last. For them, an anchor (a unique text)
-    is appended to the content of message n. Then the first n messages are rendered, and the whole conversation. Their
-    texts after the anchor are compared: the text from the first n messages must be a prefix of the text from the
-    whole conversation. Without the anchor, the two renderings must still end with these texts. So an edge is never
-    searched in the conversation, and no text of a user can be mistaken for an edge.
+    Templates of reasoning models drop the thoughts of all turns except the last turn. For these templates, an anchor
+    (a unique text) is appended to the content of message n. Then the first n messages and the whole conversation are
+    rendered, and the two texts after the anchor are compared: the text from the first n messages must be a prefix of
+    the text from the whole conversation. Without the anchor, the two renderings must still end with these texts. So
+    the conversation is never searched for an edge, and no text of a user can be mistaken for an edge.
 
     Some templates end a turn with nothing but the header of the next turn (GLM: `<|user|>`, `<|observation|>`). If
     this header begins with an end-of-sequence token of the model, the token belongs to the turn that it ends.
 
-    Two deviations are supported in turns before the last message. The generation prompt may open the thoughts of a
-    turn that has no thoughts in the whole conversation. The template may write a text after the end marker only in
-    the last turn. Every other deviation raises ValueError.
+    Two deviations are supported in turns before the last message. First, the generation prompt may open the thoughts
+    of a turn that has no thoughts in the whole conversation. Second, the template may write a text after the end
+    marker only in the last turn. Every other deviation raises ValueError.
     """
 
     text: Callable[[list[Message], bool], str]
@@ -73,7 +72,7 @@ class Turns:
     ends: tuple[str, ...] = ()
 
     def spans(self, first: int) -> list[Span]:
-        """The characters that the assistant generates, as one range per turn, in the messages from `first` on.
+        """The characters that the assistant generates in the messages from `first` on, as one range per turn.
 
         A range includes the template's text between the generation prompt and the content (such as an empty thinking
         block). It also includes the end marker of the turn, but not the white space after the marker. A turn without
@@ -127,15 +126,15 @@ class Turns:
                 turn = with_text_appended(following | {"content": empty}, ANCHOR)
                 common = (self._behind([*anchored, turn, *behind]) or "").partition(ANCHOR)[0]
             elif count + prompt < len(self.messages) and not self.messages[count - 1].get("tool_calls"):
-                # the token behind the content, which is the last one in `shortened`, must end the turn
+                # the token after the content must end the turn; it is the last token in `shortened`
                 common = token_at(shortened, self.special)
             if not (common and shortened.startswith(common) and complete.startswith(common)):
                 raise self._error(count, prompt)
         return len(self.body) - len(complete) + len(common)
 
     def closing_header(self) -> str:
-        """The end-of-sequence token with which the template would begin a turn behind the last message, which is the
-        assistant's. It is "" if the turn has an end marker, or if the next turn does not begin with such a token.
+        """The end-of-sequence token with which the template would begin a turn after the last message, a message of
+        the assistant. It is "" if the turn has an end marker, or if the next turn does not begin with such a token.
         """
         if not self.ends or self.body.rstrip().endswith(self.ends):
             return ""
@@ -148,7 +147,7 @@ class Turns:
         try:
             behind, longer = self._behind(anchored), self._behind([*anchored, following])
         except ValueError:
-            return ""  # the template refuses a turn behind this one
+            return ""  # the template refuses a turn after this turn
         if behind is None or longer is None or not longer.startswith(behind):
             return ""
         return token_at(longer, self.ends, len(behind))
@@ -157,7 +156,7 @@ class Turns:
         return [*self.messages[: count - 1], with_text_appended(self.messages[count - 1], ANCHOR)]
 
     def _behind(self, messages: list[Message], prompt: bool = False) -> str | None:
-        """The text after the first anchor; None if the template has dropped it."""
+        """The text after the first anchor; None if the template has dropped the anchor."""
         _, anchor, behind = self.text(messages, prompt).partition(ANCHOR)
         return behind if anchor else None
 
@@ -170,9 +169,9 @@ class Turns:
             return ValueError(
                 f"{what} ends a prompt with {expected[-80:]!r}, but begins message {count + 1} with "
                 f"{written[:100]!r}: expected a message with thoughts ('reasoning_content') if the generation prompt "
-                "opens them, and without if it closes them, a template with another generation prompt "
-                "(data.chat_template: if it reads enable_thinking, a copy of it with {%- set enable_thinking = false "
-                "%}, or true, as its first line), or one with {% generation %} blocks"
+                "opens them, and without thoughts if it closes them; or a template with another generation prompt "
+                "(data.chat_template; for a template that reads enable_thinking, a copy whose first line is {%- set "
+                "enable_thinking = false %}, or true); or a template with {% generation %} blocks"
             )
         only = "" if is_last else "give only the last turn, as 'prompt' and 'completion' (lists of messages), or "
         return ValueError(
@@ -198,9 +197,9 @@ class Conversations:
     def answer(
         self, messages: list[Message], tools: Tools, first: int | None
     ) -> tuple[str, list[Span], str, list[Lost], str, bool]:
-        """The text, its target ranges from message `first` on, the token that ends the assistant's last turn (see
-        `Rendered.end`), the messages' texts that are not in it, the error ("" if there is none), and whether it is an
-        error of the template's syntax. Such an error is written as what follows the words "a chat template that".
+        """Return the text, its target ranges from message `first` on, the token that ends the assistant's last turn
+        (see `Rendered.end`), the texts of the messages that the template left out, the error ("" if there is none),
+        and whether it is an error of the template's syntax. Such an error continues the words "a chat template that".
 
         first: None if the messages are the beginning of a longer conversation, without targets and generation prompt.
         """
@@ -218,8 +217,8 @@ class Conversations:
         return *answer, "", False
 
     def _in_a_form(self, messages: list[Message], tools: Tools, first: int | None) -> _Answer:
-        """The conversation in the first of these forms in which the template writes all texts: with its contents as
-        they are, with all as strings (parts joined, "" for a call without content), with all as parts.
+        """Render the conversation in the first of three forms in which the template writes all texts: with unchanged
+        contents, with all contents as strings (parts joined, "" for a call without content), or with all as parts.
         """
         strings = [with_joined_parts(message) for message in messages]
         parts = [with_parts(message) for message in strings]
@@ -229,14 +228,14 @@ class Conversations:
             try:
                 answer = self._with_losses(form, tools, first)
             except ValueError as error:
-                # whether the template's code cannot use this form, and does not raise the error on purpose
+                # whether the template's code fails for this form, and does not raise the error on purpose
                 concerns_form = str(error).startswith(_REFUSED) and type(error.__cause__) is not TemplateError
                 problems.append((concerns_form, error))
                 continue
             if not any(map(is_refused, answer[-1])):
                 return answer
             if form is parts:
-                parts_answer = answer  # the losses of another form are those of the record
+                parts_answer = answer  # the lost texts of another form are reported for the record
             else:
                 answers.append(answer)
 
@@ -256,7 +255,7 @@ class Conversations:
         try:
             body, spans = self._with_spans(messages, tools, first)
         except ValueError:
-            # A turn without its text often has no place that can be identified. Then the lost text is the cause.
+            # Often, the place of a turn without its text cannot be identified. Then the lost text is the cause.
             body = self._text(tools, messages)
             if any(map(is_refused, texts := lost(body=body))):
                 return body, [], "", texts
@@ -264,9 +263,9 @@ class Conversations:
         return body, spans, self._end(messages, tools, body, spans) if spans else "", lost(body=body)
 
     def _end(self, messages: list[Message], tools: Tools, body: str, spans: list[Span]) -> str:
-        """The special token that ends the assistant's last turn, as if no message followed: in the middle of a
-        conversation, some templates end a turn with a token that does not end what the model writes (gpt-oss's
-        `<|end|>`). It is "" if the template refuses the messages up to this turn.
+        """The special token that ends the assistant's last turn if no message follows. In the middle of a
+        conversation, some templates end a turn with a token at which generation does not stop (`<|end|>` of gpt-oss).
+        The result is "" if the template refuses the messages up to this turn.
         """
         turn, count = body[slice(*spans[-1])], len(messages)
         while count and messages[count - 1]["role"] != "assistant":

@@ -1,8 +1,7 @@
 """Runs untrusted code in a separate process, so that it can neither hang this process nor use up its memory.
 
 An alarm or a thread cannot interrupt one long operation of the interpreter, such as 10**10**8, but the kernel can end
-a process. The process is a fork, so that it already has the function and its data. Arguments and results are sent as
-bytes.
+a process. The process is a fork, so that it already has the function and its data. Arguments and results are bytes.
 """
 
 import gc
@@ -19,7 +18,7 @@ from typing import Any, NoReturn
 from stillhouse.process import limit_memory
 from stillhouse.user_code.messages import Messages
 
-#: how many times its limit of processor time a call may wait for its answer
+#: the longest wait for an answer, as a multiple of the limit of processor time
 _WAIT = 6
 
 
@@ -30,21 +29,21 @@ class LimitError(ValueError):
 class Isolated:
     """Calls `function` in a separate process. A call starts the process if it does not run.
 
-    seconds: limit of processor time for one call; it does not depend on the machine's load. A call also ends after
-        some times as long without an answer, because a stopped process uses no processor time.
-    memory_bytes: limit of the memory that the process allocates after its start (only on Linux).
+    seconds: the limit of processor time for one call; it does not depend on the machine's load. A call also ends if
+        no answer comes for a multiple of this time, because a stopped process uses no processor time.
+    memory_bytes: the limit of the memory that the process allocates after its start (only on Linux).
 
     The function must report errors in its result; an exception ends the process.
     """
 
     def __init__(self, function: Callable[[bytes], bytes], *, seconds: float, memory_bytes: int):
         self.function, self.seconds, self.memory_bytes = function, seconds, memory_bytes
-        #: the connection to the process, and a function that ends it and returns its status
+        #: the connection to the process, and a function that ends the process and returns its status
         self._process: tuple[Messages, Any] | None = None
 
     def __call__(self, request: bytes) -> bytes:
-        """The function's result. Raises LimitError if the process ends before it returns one, or does not answer."""
-        # twice, because this process may have been stopped, too (Ctrl+Z), so that the first call had no time left
+        """The function's result. Raises LimitError if the process ends before it answers, or does not answer."""
+        # Two attempts: this process may have been stopped, too (Ctrl+Z), so that the first call had no time left.
         for _ in range(2):
             messages, end = self._process or self._started()
             self._process, is_idle = None, False
@@ -66,16 +65,16 @@ class Isolated:
                 limit = f"the limit is {self.memory_bytes / 2**30:g} GiB of memory"
                 raise LimitError(f"its process ended with {how} ({limit})") from None
             finally:
-                if not is_idle:  # also after an interrupt: its answer must not be that of the next call
+                if not is_idle:  # also after an interrupt: the next call must not get this answer
                     end()
-            if self._process is not None:  # that of another thread
+            if self._process is not None:  # another thread has started it
                 self._process[1]()
             self._process = messages, end
             return answer
         raise LimitError(f"its process did not answer within {_WAIT * self.seconds:g} seconds, twice")
 
     def _started(self) -> tuple[Messages, Any]:
-        """Fork a child that answers requests one by one until the connection is closed, or this object goes."""
+        """Fork a child that answers requests one by one until the connection is closed or this object is deleted."""
         connection, its_connection = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -108,8 +107,8 @@ def _serve(
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it; the child ends with the parent
-        # if another thread was starting a program at the fork, it waits until the pipe of this start is closed in all
-        # processes, which here would be until the child ends
+        # Close all other files. If another thread was starting a program at the fork, it waits until the pipe of this
+        # start is closed in all processes. Otherwise it would wait until this child ends.
         os.closerange(3, connection.fileno())
         os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         limit_memory(memory_bytes)

@@ -1,11 +1,12 @@
-"""What a teacher reads in place of tokens of a document (`substitutions.py`): a prefix, and its tokens of images.
+"""Makes the substitutions for a teacher (see `substitutions.py`): its prefix, and its tokens of images.
 
 A prefix is made from a template, in which `{column}` is replaced by the record's value. It is tokenized separately
 from the document.
 
-A teacher may have another processor of images than the student, or none. Its processor gets the text that the
-student's chat template has rendered, with its own placeholder in place of the student's. So its tokens of an image
-are those that it was trained on, and all others are the student's. This is proven for each document by token ids.
+A teacher may have another processor of images than the student, or none. The text is rendered by the student's chat
+template. In it, the placeholders of the student's processor are replaced by the placeholders of the teacher's
+processor, which then tokenizes the text. So the teacher gets the image tokens that it was trained on, and all other
+tokens are the student's. This is proven for each document by token ids.
 """
 
 import json
@@ -39,13 +40,12 @@ _EXPECTED = "expected a text in which {column} stands for a record's value, and 
 class PrefixTemplate:
     """template: a text in which `{column}` stands for a record's value; `{{` and `}}` are literal braces.
 
-    Raises ValueError for all other features of Python's format strings, because a template must not access attributes
-    of a value.
+    Raises ValueError for all other features of Python's format strings, so that no template accesses attributes.
     """
 
     def __init__(self, teacher: str, template: str):
         self.what = f"the prefix of teacher {teacher!r}"
-        #: pairs of a text and the column whose value follows the text (None: no value follows)
+        #: pairs of a text and the column whose value follows the text, or None if no value follows
         self.parts: list[tuple[str, str | None]] = []
         try:
             parsed = list(Formatter().parse(template))
@@ -80,8 +80,8 @@ class PrefixTemplate:
     def encode(
         self, texts: list[str], documents: list[Encoded], tokenizer: PreTrainedTokenizerBase, bos_from: BosFrom
     ) -> list[Substitution]:
-        """Tokenize the rendered prefixes of these documents, which stand for empty spans in front of them. bos_from:
-        see `Template`. Raises RecordError as `tokenize` does.
+        """Tokenize the rendered prefixes of these documents. A prefix replaces an empty span before the document.
+        bos_from: see `Template`. Raises RecordError as `tokenize` does.
         """
         bos = tokenizer.bos_token_id
         try:
@@ -92,7 +92,7 @@ class PrefixTemplate:
         for ids, document in zip(tokenized, documents, strict=True):
             place = 0
             if bos is not None and bos_from is not None and document.ids[:1].tolist() == [bos]:
-                # a BOS of the prefix is removed, and one that the tokenizer has put before the document alone is kept
+                # a BOS of the prefix is removed, but a BOS that the tokenizer has put before the document is kept
                 place = int(ids[:1] == [bos] or bos_from == "tokenizer")
                 ids = ids[1:] if ids[:1] == [bos] else ids
             prefixes.append(Substitution(place, place, np.asarray(ids, dtype=np.int32)))
@@ -116,8 +116,8 @@ class TeacherMedia:
 
     @cached_property
     def is_shared(self) -> bool:
-        """Whether the teacher's processor makes the tokens and pixels of the student's: it has the same settings, and
-        makes the same tensors of random pictures. Loads both processors.
+        """Whether the teacher's processor makes the same tokens and pixels as the student's processor. This is so if
+        both have the same settings and make the same tensors from random pictures. Loads both processors.
         """
         if self.processor is None:
             return False
@@ -134,12 +134,13 @@ class TeacherMedia:
     def substitutions(
         self, text: str, encoded: Encoded, images: Sequence[MediaFile], *, special: bool
     ) -> list[Substitution]:
-        """What the teacher reads in place of the student's tokens of images.
+        """The teacher's substitutions for the student's tokens of images.
 
-        text: the document, with one placeholder of the student for each image. encoded: its tokens for the student.
-        special: whether the tokenizer adds special tokens. Raises RecordError for images that the teacher's processor
-        refuses, if the other tokens are not those of the student, and for a teacher without a processor that the
-        document names; ProcessorError for one that it does not name.
+        text: the document, with the student's placeholder for each image. encoded: the document's tokens
+        for the student. special: whether the tokenizer adds special tokens.
+
+        Raises RecordError if the teacher's processor refuses an image, or if the other tokens differ from the
+        student's. A teacher without a processor raises RecordError if the document names it, else ProcessorError.
         """
         if self.processor is None:
             kind = RecordError if self.is_routed else ProcessorError
@@ -157,7 +158,7 @@ class TeacherMedia:
         problem = text_problem(encoded.ids, encoded.media_spans, ids, spans)
         if problem:
             raise RecordError(
-                f"the processor of {self.section}.model does not make the student's tokens of its text: {problem}: "
+                f"the processor of {self.section}.model does not make the student's text tokens: {problem}: "
                 "expected a teacher with the student's tokenizer, which adds the same special tokens"
             )
         return [
@@ -167,12 +168,12 @@ class TeacherMedia:
 
 
 def text_problem(ids: np.ndarray, spans: Sequence[Span], other_ids: np.ndarray, other_spans: Sequence[Span]) -> str:
-    """The first difference between two documents beside the tokens of their images, and in the places of the images
-    among the other tokens; "" if there is none.
+    """The first difference between two documents in the tokens outside of their images, or in the positions of the
+    images among these tokens; "" if there is no difference.
     """
     if len(spans) != len(other_spans):
         return f"{len(other_spans)} images, not {len(spans)}"
-    # np.split at all borders: the pieces with an even number are texts
+    # np.split at all borders gives texts and images in turns, beginning with a text
     sides = (
         np.split(values, np.asarray(media_spans, dtype=np.int64).flatten())[::2]
         for values, media_spans in ((ids, spans), (other_ids, other_spans))

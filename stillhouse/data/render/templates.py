@@ -4,8 +4,8 @@ A template works in two steps: `render` checks one record and turns it into text
 record. Then `encode` tokenizes a batch of rendered records.
 
 The student must learn to stop. So an end-of-sequence token (EOS) is appended to texts and completions that do not end
-with an EOS. Texts that a chat template has rendered already end with one, and maybe with a line break behind it. No
-token is ever masked by its id, because the pad token often has the id of the EOS.
+with an EOS. Texts that a chat template has rendered already end with an EOS, sometimes followed by a line break. No
+token is ever masked because of its id: the pad token often has the same id as the EOS.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -26,12 +26,12 @@ Targets = Tokens | Literal["none"]
 BosFrom = Literal["tokenizer", "chat template"] | None
 Span = tuple[int, int]
 Columns = tuple[str, ...]
-#: templates do not change this text: it has no white space, no tags and no characters to escape
+#: templates do not change this text, because it has no white space, no tags and no characters to escape
 ANCHOR = "StillhouseAnchor8f3a"
 
 
 def token_at(text: str, tokens: Collection[str], start: int = 0) -> str:
-    """The longest of these tokens at a position of a text; "" if there is none."""
+    """The longest of these tokens that the text has at position `start`; "" if there is none."""
     return max((token for token in tokens if text.startswith(token, start)), key=len, default="")
 
 
@@ -41,8 +41,8 @@ class Encoded:
 
     ids: token ids, [n] int32.
     targets: which tokens are targets, [n] bool. The first token is never a target, and no token of media.
-    joined_turns: the number of turns whose first token also has characters of the prompt.
-    media: in the order of their tokens. media_spans: the tokens of each of them.
+    joined_turns: the number of turns whose first token also contains characters of the prompt.
+    media: the files in the order of their tokens. media_spans: the tokens of each file.
     """
 
     ids: np.ndarray
@@ -60,9 +60,9 @@ class Encoded:
         return cls(np.asarray(prompt + completion, dtype=np.int32), targets)
 
     def pieces(self, max_tokens: int) -> "list[Encoded]":
-        """Split a long text into pieces of at most `max_tokens`. Each begins with the last token of the previous one.
+        """Split a long text into pieces of at most `max_tokens`. Each begins with the previous piece's last token.
 
-        This token is not a target of the later piece. So every token except the first is predicted once.
+        In the later piece, this token is not a target. So every token except the first token is predicted once.
         """
         split = []
         for start in range(0, len(self.ids) - 1, max_tokens - 1):
@@ -74,11 +74,11 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A record as text. `prompt` and `body` are tokenized separately. spans: the target characters of a chat.
+    """A record as text. `prompt` and `body` are tokenized separately. spans: the target characters of a conversation.
 
-    encoded: the record's tokens if it has media, because an error of a file must name the record.
-    end: the special token with which the template of a conversation ends the assistant's last turn; "" without one.
-    lost: the first text of a chat of each kind (`written_texts.py`) that the template leaves out or changes, such as
+    encoded: the record's tokens if it has media: they are made early, so that errors of a file name the record.
+    end: the special token with which the chat template ends the assistant's last turn; "" if there is none.
+    lost: for each kind (`written_texts.py`), the first text that the chat template leaves out or changes, such as
         "'reasoning_content' of message 2 of 'messages'".
     """
 
@@ -93,7 +93,7 @@ class Rendered:
 class Template(Protocol):
     """Turns records of one form into tokens.
 
-    columns: the columns that a record must have. extras: optional columns, which are part of the record's content.
+    columns: the columns that a record must have. extras: optional columns, which also belong to the record's content.
     splits: whether a long record is split into pieces; otherwise it is truncated.
     bos_from: who adds the BOS at the beginning of a document.
     adds_special: whether the tokenizer adds its special tokens to the text that a chat template has rendered.
@@ -116,16 +116,16 @@ class Template(Protocol):
         return text
 
     def warnings(self) -> list[str]:
-        """What the user should know about the template, after all records."""
+        """Warnings about the template for the user, after all records are rendered."""
         return []
 
 
 class StringTemplate(Template):
-    """Records of strings: plain documents (`text`), of which every token is a target, or `prompt` and `completion`.
+    """Records of strings: plain documents (`text`), in which every token is a target, or `prompt` and `completion`.
 
-    A text, or a prompt, gets the tokenizer's special tokens except an EOS, and a text, or a completion, gets an EOS.
-    A prompt and its completion are tokenized separately, because generation tokenizes prompts alone. Without targets,
-    the completion is not read. end_ids: the end-of-sequence ids of the student.
+    The tokenizer's special tokens except an EOS are added to a text or a prompt. An EOS is added to a text or a
+    completion. A prompt and its completion are tokenized separately, because generation tokenizes the prompt alone.
+    If `targets` is "none", the completion is not read. end_ids: the end-of-sequence ids of the student.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class StringTemplate(Template):
         bodies = [record.body for record in rendered]
         framed = bodies if self.splits else [record.prompt for record in rendered]
         ids = tokenize(self.tokenizer, framed, special=True)
-        if self.framed[-1] == self.tokenizer.eos_token_id:  # only the EOS that the tokenizer appends
+        if self.framed[-1] == self.tokenizer.eos_token_id:  # remove only an EOS that the tokenizer has appended
             ids = [text_ids[:-1] for text_ids in ids]
         if self.splits:
             return [
@@ -171,7 +171,7 @@ class StringTemplate(Template):
         ]
 
     def _with_eos(self, ids: list[int], text: str) -> list[int]:
-        """Append an EOS unless the text ends with an end-of-sequence token, or with one and white space."""
+        """Append an EOS unless the text already ends with an end-of-sequence token, maybe followed by white space."""
         last = len(ids) - 1
         while text[-1:].isspace() and last > 0 and not self.tokenizer.decode([int(ids[last])]).strip():
             last -= 1

@@ -19,7 +19,7 @@ from stillhouse.libraries import reading
 _SPACE = "▁"
 _DECODERS_OF_SPACES = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-#: settings that prevent these pre-tokenizers from putting a space before a text
+#: the settings with which these pre-tokenizers put no space before a text
 _NO_ADDED_SPACE: dict[str, dict[str, Any]] = {
     "Metaspace": {"prepend_scheme": "never"},
     "ByteLevel": {"add_prefix_space": False},
@@ -28,7 +28,7 @@ _NO_ADDED_SPACE: dict[str, dict[str, Any]] = {
 
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = sorted({*range(256)} - {*_VISIBLE})
-#: GPT-2's characters for the 256 bytes: a visible byte is its own character, the others are from 256 on
+#: GPT-2's characters for the 256 bytes: a visible byte is its own character; the others have characters from 256 on
 BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
 
 
@@ -37,8 +37,8 @@ class TokenBytes:
 
     special: the content of each special token, by id.
     bytes_of: the bytes of each other token, by id.
-    id_of: the id of the token with given bytes. Of several tokens with equal bytes, it is the first token that is not
-        a byte-fallback token such as <0x41>, if possible.
+    id_of: the id of the token with given bytes. Of several tokens with equal bytes, it is the first token, if
+        possible one that is not a byte-fallback token such as <0x41>.
     bos, eos, unknown: the ids of these special tokens, or None.
     prefix: the ids that the tokenizer puts before every text.
 
@@ -52,7 +52,7 @@ class TokenBytes:
         decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"]
         parts = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         self._is_byte_level = any(part["type"] == "ByteLevel" for part in parts)
-        # whether the decoder only turns "▁" into a space and byte-fallback tokens into bytes, and strips a space
+        # whether the decoder only converts "▁" to a space and byte-fallback tokens to bytes, and strips a space
         writes_spaces = {part["type"] for part in parts} <= _DECODERS_OF_SPACES and any(
             (part["type"] == "Replace" and part["pattern"] == {"String": _SPACE} and part["content"] == " ")
             or (part["type"] == "Metaspace" and part["replacement"] == _SPACE)
@@ -83,12 +83,12 @@ class TokenBytes:
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_padding()
         self._backend.no_truncation()
-        # the ids of a text after a special token; None if the tokenizer does not recognise this token in a text
+        # by special token: the ids of a text after it; None if the tokenizer does not recognise the token in a text
         behind_special: dict[int, list[int] | None] = {}
         for index, token in self.special.items():
             ids = self._backend.encode(f"{token}a", add_special_tokens=False).ids
             behind_special[index] = ids[1:] if ids[:1] == [index] else None
-        # from here on, the name of a special token inside a text is tokenized as text
+        # from now on, the name of a special token in a text is tokenized as text
         self._backend.encode_special_tokens = True
         state = json.loads(self._backend.to_str())
         state |= {part: _without_added_space(state[part]) for part in ("normalizer", "pre_tokenizer")}
@@ -102,8 +102,8 @@ class TokenBytes:
         }
         if (content := b"".join(self.pieces(self.encode(["a"], inner=True)[0]))) != b"a":
             raise ValueError(
-                f"the tokenizer {name!r} reads 'a' within a text as {content!r}: expected one that puts nothing "
-                "before a text but a space, by Prepend, Metaspace or ByteLevel"
+                f"the tokenizer {name!r} reads 'a' within a text as {content!r}: expected one that puts at "
+                "most a space before a text, by Prepend, Metaspace or ByteLevel"
             )
         with_prefix = self._backend.encode("a").ids
         starts = [at for at, index in enumerate(with_prefix) if index not in self.special]
@@ -119,14 +119,14 @@ class TokenBytes:
             return [encoding.ids for encoding in backend.encode_batch(list(texts), add_special_tokens=False)]
 
     def adds_space(self, special: int | None) -> bool:
-        """Whether the tokenizer puts a space before a text after this special token (None: at the beginning)."""
+        """Whether the tokenizer adds a space to a text after this special token, or (None) at the beginning."""
         return self._adds_space if special is None else self._adds_space_after[special]
 
     def has_added_space(self, content: bytes) -> bool:
         """Whether the first byte of a text is a space that the tokenizer has added.
 
-        Some tokenizers add no space if the text begins with a space. Then the ids are the same with and without the
-        space in the text, and the text is assumed to have none.
+        Some tokenizers add no space if the text begins with a space. Then the ids are the same whether the text has
+        the space or not, and the text is assumed to have no space.
         """
         return content.startswith(b" ") and (self._adds_second_space or not content.startswith(b"  "))
 
@@ -141,7 +141,7 @@ class TokenBytes:
         if not self._is_byte_level:
             byte = _BYTE.fullmatch(token)
             return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
-        # a vocabulary may have a token with another character, which never comes from a text
+        # a vocabulary may contain a token with another character, which no text produces
         return bytes(map(BYTE_OF.__getitem__, token)) if BYTE_OF.keys() >= set(token) else token.encode()
 
 

@@ -2,9 +2,9 @@
 
 A divergence between two distributions is meaningful only if id v represents the same text for both models. Also, the
 teacher's predictions are reliable only for texts that are tokenized as in its own training. So everything that
-determines ids is compared: vocabulary, merges or scores, added tokens, normalizer, pre-tokenizer. The BOS, EOS and
-pad tokens may differ (as between a base student and an instruct teacher), and the chat templates may differ; those of
-the student are used. A head may have more rows than there are tokens (padding).
+determines ids is compared: vocabulary, merges or scores, added tokens, normalizer, pre-tokenizer. BOS, EOS and pad
+tokens may differ (as between a base student and an instruct teacher), and so may the chat templates. The student's
+tokens and template are used. A head may have more rows than there are tokens (padding).
 """
 
 import json
@@ -29,18 +29,18 @@ from stillhouse.hashing import json_hash
 from stillhouse.libraries import reading, writing
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
-#: the parts of a tokenizer's identity, and how an error names them. pieces: merges of a byte-pair model, [piece,
-#: score] of a unigram model, else empty. settings: normalizer, pre-tokenizer, the model's switches
+#: the parts of a tokenizer's identity, and their names in errors. pieces: the merges of a byte-pair model, [piece,
+#: score] of a unigram model, else empty. settings: normalizer, pre-tokenizer and the model's switches
 _PARTS = {"vocabulary": "id", "added": "added token", "pieces": "merge or score number", "settings": "the"}
 _NO_SETTING = ("vocab", "merges", "dropout")
-#: the files that contain the vocabulary of a tokenizer
+#: the names of files that may contain a tokenizer's vocabulary
 _OF_TOKENIZER = re.compile(r"(?i)token|vocab|merges|spiece|sentencepiece|.*\.(model|tiktoken|spm)$")
 TOKENIZER_FILE = "tokenizer.json"
-#: texts by which a tokenizer is compared with its file; the first word is short
+#: the texts on which a tokenizer is compared with its file; the first word is short
 PROBES = ("A still: two  spaces,\na line\n\nbreak and\ttabs.", "f (x) =\n    x + 1024", "Я и мир. 你好 سلام é 🙂")
-#: the largest id that a token may have; even the largest vocabularies have only about a million tokens
+#: the largest id that a token may have; the largest known vocabularies have about a million tokens
 MAX_IDS = 10_000_000
-#: a character that only tokenizers of bytes, or with an unknown token, have a token for
+#: a character for which a tokenizer has no token unless it has tokens for all bytes or an unknown token
 _RARE = "\U000f1234"
 #: the characters that stand for bytes in byte-level tokenizers
 _BYTES = frozenset(ByteLevel.alphabet())
@@ -49,8 +49,8 @@ _BYTES = frozenset(ByteLevel.alphabet())
 def load_tokenizer(
     name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or a hub id. Raises ValueError if there is no tokenizer or if it is damaged: to
-    detect damage, it is used and saved to a temporary folder.
+    """The tokenizer of a folder or a hub id. Raises ValueError if there is no tokenizer or if it is damaged. To
+    detect damage, the tokenizer is used once and saved to a temporary folder.
     """
     what = f"the tokenizer of {name_or_path!r}"
     where = "cannot be loaded: there is no such folder, and it could not be loaded from the hub"
@@ -79,7 +79,7 @@ def load_tokenizer(
     with reading(unusable), TemporaryDirectory() as folder:
         if tokenizer.is_fast:
             tokenizer.backend_tokenizer.to_str()
-        tokenizer.save_pretrained(folder)  # every checkpoint does this, too
+        tokenizer.save_pretrained(folder)  # every checkpoint also does this
     if tokenizer.is_fast:
         with reading(f"{what} {where}"):
             path = cached_file(
@@ -91,12 +91,12 @@ def load_tokenizer(
 
 
 def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Raise ValueError if a tokenizer loses text that its tokenizer.json by itself keeps, or decodes in another way.
+    """Raise ValueError if a tokenizer loses text, or decodes it differently, compared with its tokenizer.json alone.
 
-    The class that transformers chooses may replace parts of the file: transformers 5.17 reads a byte-level file whose
-    configuration names a Llama class as SentencePiece, and all spaces vanish. The space before a text may differ
-    (add_prefix_space). If the class only cuts a text in other places, there is a warning: for some model types,
-    transformers has one rule, whatever the file says.
+    The class that transformers chooses may replace parts of the file. For example, transformers 5.17 reads a
+    byte-level file whose configuration names a Llama class as SentencePiece, and all spaces are lost. The space
+    before a text may differ (add_prefix_space). If the class only splits a text in other places, there is a warning:
+    for some model types, transformers always applies one rule and ignores the file.
     """
     with reading(f"{path} cannot be read"):
         file_tokenizer = Tokenizer.from_file(path)
@@ -109,7 +109,7 @@ def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: 
         except ValueError:
             continue
         with reading(f"{what} cannot be used"):
-            # without `tokenize`, which refuses characters that both may leave out
+            # not with `tokenize`, which refuses characters that both tokenizers may leave out
             actual = tokenizer(text, add_special_tokens=False)["input_ids"]
         decoded = file_tokenizer.decode(expected).strip()
         is_same_text = file_tokenizer.decode(actual).strip() == decoded
@@ -118,7 +118,7 @@ def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: 
             if actual[-after_prefix:] != expected[-after_prefix:]:
                 warnings.warn(
                     f"{what}: transformers reads it with {type(tokenizer).__name__}, which cuts texts in other "
-                    f"places than its {TOKENIZER_FILE} by itself; a server that reads the file has others",
+                    f"places than its {TOKENIZER_FILE} by itself; a server that reads the file gets other tokens",
                     stacklevel=3,
                 )
                 return
@@ -134,8 +134,8 @@ def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: 
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-    """special: whether the tokenizer adds its special tokens. A text that is already rendered, because it begins with
-    them or with the BOS, has them only once. Raises RecordError as `encode` does.
+    """special: whether the tokenizer adds its special tokens. They are not added again to a rendered text, which
+    begins with them or with the BOS. Raises RecordError as `encode` does.
     """
     ids: list[list[int]] = encode(tokenizer, texts, add_special_tokens=special)["input_ids"]
     if not special or not (prefix := _added_before(tokenizer)):
@@ -155,9 +155,9 @@ def is_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: Any) -> Any:
-    """What the tokenizer returns for the texts. Raises RecordError for a text with a character for which a tokenizer
-    without an unknown token has no token: most such tokenizers raise an error, and byte-pair encoding without bytes,
-    or without some of them, leaves it out.
+    """The tokenizer's result for the texts. Raises RecordError for a character without a token if the tokenizer has
+    no unknown token. Most such tokenizers raise an error themselves. But byte-pair encoding without tokens for all
+    bytes would leave the character out.
     """
     lost, cause = "", None
     try:
@@ -170,7 +170,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: 
     else:
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None and isinstance(backend.model, BPE):
-            # whether byte-pair encoding leaves out characters: it has no unknown token, and no tokens of all bytes
+            # byte-pair encoding leaves out characters if it has neither an unknown token nor tokens for all bytes
             if _is_of_bytes(backend):
                 leaves_out = not backend.model.unk_token and None in map(backend.token_to_id, _BYTES)
             else:
@@ -186,7 +186,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: 
 
 
 def _added_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens that the tokenizer puts before a text."""
     framed, bare = (encode(tokenizer, ["a"], add_special_tokens=special)["input_ids"][0] for special in (True, False))
     starts = (start for start in range(len(framed)) if bare and framed[start : start + len(bare)] == bare)
     return framed[: next(starts, 0)]
@@ -211,13 +210,13 @@ def _without_token(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def _is_of_bytes(backend: Any) -> bool:
-    """Whether a tokenizer writes a text as characters that stand for its bytes (GPT-2's)."""
+    """Whether a tokenizer represents the bytes of a text by characters, as GPT-2's tokenizer does."""
     rare = "".join(_pieces(backend, _RARE))
     return bool(rare) and _BYTES.issuperset(rare)
 
 
 def _pieces(backend: Any, text: str) -> list[str]:
-    """What byte-pair encoding gets of a text without added tokens."""
+    """The input of byte-pair encoding for a text without added tokens."""
     text = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
     if backend.pre_tokenizer is None:
         return [text]
@@ -225,7 +224,7 @@ def _pieces(backend: Any, text: str) -> list[str]:
 
 
 def _left_out(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The first character of a text that no token has, although the normalizer keeps it; "" if there is none."""
+    """The first character that the normalizer keeps but that no token contains; "" if there is none."""
     backend, end = tokenizer.backend_tokenizer, 0
     if _is_of_bytes(backend):
         for token in tokenizer.get_added_vocab():
@@ -246,7 +245,7 @@ def _left_out(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 def save_tokenizer(
     tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike[str], processor_files: Sequence[Path] = ()
 ) -> None:
-    """Write a tokenizer's files, and copy those of the model's processor of media. Raises OSError on a full disk."""
+    """Write a tokenizer's files, and copy the files of a processor of media. Raises OSError on a full disk."""
     with writing(folder):
         tokenizer.save_pretrained(folder)
     for path in processor_files:
@@ -254,8 +253,8 @@ def save_tokenizer(
 
 
 def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> list[str]:
-    """Return warnings about special tokens that differ, such as the EOS. Raises ValueError with the first difference
-    if an id may represent different texts for student and teacher.
+    """Return warnings about different special tokens, such as the EOS. Raises ValueError with the first difference if
+    an id may represent different texts for student and teacher.
     """
     identities = _identity(student), _identity(teacher)
     for part, what in _PARTS.items():
@@ -285,12 +284,12 @@ def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTo
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A sha256 of everything that `check_same_tokenizer` compares. Tokenizers with equal hashes pass that check."""
+    """A sha256 of everything that `check_same_tokenizer` compares. Tokenizers with equal hashes pass the check."""
     return json_hash(_identity(tokenizer))
 
 
 def text_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A sha256 of what decides the text of ids and of conversations, beside `tokenizer_fingerprint`."""
+    """A sha256 of the settings beyond `tokenizer_fingerprint` that determine the text of ids and conversations."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     return json_hash(
         {
@@ -306,8 +305,8 @@ def text_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, which: str) -> list[str]:
     """Raise ValueError if a head with `rows` rows has no row for a token. which: "student" or "teacher".
 
-    An added token without a row causes only a warning, which is returned: some text-only models have added tokens for
-    images, and texts do not contain these tokens (`Documents.check_ids` checks this).
+    For an added token without a row, a warning is returned: some text-only models have added tokens for images, and
+    texts do not contain these tokens (`Documents.check_ids` checks this).
     """
     beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= rows)
     if not beyond:

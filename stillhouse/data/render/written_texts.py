@@ -1,11 +1,11 @@
 """Proves that a chat template writes all texts of one conversation: contents, thoughts, and calls of tools.
 
-The texts of the conversation are rendered a second time, with a mark in the middle of each one. Without its marks,
-this rendering must be the first one. Then a text is written if its mark is there with the text on both sides of it.
-So a text that the conversation has twice must be written twice, and "4" is not found in "24". If the marks change the
-rendering, because the template looks at the texts, each text must occur in the first rendering as often as in the
-conversation. A value of a call that is no text has a number in its place: true, false and null are written if this
-number is.
+The conversation is rendered a second time, with a mark in the middle of each text. Without its marks, the second
+rendering must equal the first one. Then a text counts as written if its mark is in the second rendering with the two
+halves of the text around it. So a text that the conversation has twice must be written twice, and "4" is not found in
+"24". If the marks change the rendering, because the template reads the texts, each text must occur in the first
+rendering as often as in the conversation. A value of a call that is not a text, such as true, false or null, is
+replaced by a number. The value counts as written if this number is written.
 """
 
 import json
@@ -19,34 +19,34 @@ from stillhouse.data.read.messages import MASKS, Message
 
 #: keys with the thoughts of a turn
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-#: templates recognize these marks in contents, remove them, and may drop the text between them: those of thoughts, of
-#: replies of tools, and the flags that turn thoughts on and off
+#: the marks that templates recognize in contents and remove, maybe with the text between them: the marks of thoughts
+#: and of replies of tools, and the flags that turn thoughts on and off
 _MARKS = re.compile(
     r"(</?(?:seed:)?think(?:ing)?>|\[/?THINK\]|<\|channel>|<channel\|>|</?tool_response>|/no_?think\b|/think\b)"
 )
 _OPENS = re.compile(r"<(?:seed:)?think(?:ing)?>|\[THINK\]|<\|channel>")
 _CLOSES = re.compile(r"</(?:seed:)?think(?:ing)?>|\[/THINK\]|<channel\|>")
-#: the mark of a text, and that of another value, which is put in its place. A template that sorts the names of
-#: arguments writes names with marks in the same order, because "!" is in front of letters and digits
+#: the mark of a text, and the number that replaces another value. If a template sorts the names of arguments, the
+#: marks do not change the order, because "!" sorts before letters and digits
 _MARK, _NUMBER = "!StillhouseMark8f3a{}z", 918_273_645_000_000
 _MARKED = re.compile(r"!StillhouseMark8f3a(\d+)z|918273645(\d{6})(?:\.5)?")
-#: the keys of a call with what it calls. Some programs write arguments under other names, which few templates read
+#: the keys of a call with its name and arguments; few templates read the other names that some programs write
 _OF_CALLS = ("name", "arguments", "parameters", "args", "input")
-#: how Python writes values of JSON
+#: JSON's values as Python writes them
 _OF_PYTHON = {"true": "True", "false": "False", "null": "None"}
-#: a key of parts of contents. If it is written, the template writes the object in place of its text
+#: a key that is added to the parts of a content. If it is written, the template writes the object, not its text
 _PART_KEY, _WITH_PART_KEY = "StillhousePart8f3a{}z", re.compile(r"StillhousePart8f3a(\d+)z")
 
-#: keys of messages whose values are read here, or name what a message belongs to
+#: the keys of messages whose values are checked here or connect a message with another one
 KEYS = ("role", "content", "tool_calls", "function_call", "tool_call_id", *MASKS)
-#: text: a content or a call. thought: thoughts, which templates of reasoning models drop from earlier turns. changed:
+#: text: a content or a call. thought: thoughts; templates of reasoning models drop them from earlier turns. changed:
 #: a text that is written in other words. object: a part of a content that is written as an object. key: another key
 #: of a message
 Kind = Literal["text", "thought", "changed", "object", "key"]
 
 
 class Lost(NamedTuple):
-    """A text that is not written. message: its index. what: its name within the message."""
+    """A text that is not written. message: the message's index. what: the name of the text within the message."""
 
     message: int
     what: str
@@ -59,8 +59,8 @@ def is_refused(loss: Lost) -> bool:
 
 
 class _Text(NamedTuple):
-    """A text with the loss that it would be. half: how many of its characters are in front of its mark. is_value:
-    whether it is the JSON of a value of a call (a number, true, false, null), which has a number as mark.
+    """A text with the loss to report if it is not written. half: the number of its characters before its mark.
+    is_value: whether it is the JSON of a call's value (a number, true, false, null), whose mark is a number.
     """
 
     text: str
@@ -72,8 +72,8 @@ class _Text(NamedTuple):
 def losses(render: Callable[[list[Message]], str], messages: list[Message], body: str, template: str) -> list[Lost]:
     """The texts of the messages that are not in their rendering, one loss for each name of a text.
 
-    body: a text that begins with the rendering of the messages. template: the source of the template. A key of a
-    message without a text is lost if the source does not have its name.
+    body: a text that begins with the rendering of the messages. template: the source of the template. A message's key
+    without a text is lost if the source does not contain the key's name.
     """
     unread = [
         Lost(index, f"'{key}'", "key")
@@ -96,7 +96,7 @@ def _lost_texts(render: Callable[[list[Message]], str], messages: list[Message],
         return _counted(marked.texts, body, set(range(len(marked.texts))))
     if match := _WITH_PART_KEY.search(rendered):
         return [Lost(int(match[1]), "'content'", "object")]
-    # by turns a text, the number in the mark of a text (or None), and that in the mark of a value (or None)
+    # in turns: a text, the number in a text's mark (or None), and the number in a value's mark (or None)
     pieces = _MARKED.split(rendered)
     between, argument_values = pieces[::3], pieces[2::3]
     numbers = [int(text or value) for text, value in zip(pieces[1::3], argument_values, strict=True)]
@@ -104,7 +104,7 @@ def _lost_texts(render: Callable[[list[Message]], str], messages: list[Message],
     is_written = all(number < len(texts) for number in numbers) and body.startswith(between[0])
     at, is_whole = len(between[0]), dict[int, bool]()
     for number, is_value, before, behind in zip(numbers, argument_values, between[:-1], between[1:], strict=True):
-        if not is_written:  # the body does not begin with the rendering without its marks
+        if not is_written:  # the body does not begin with the second rendering without its marks
             break
         text = texts[number].text if is_value else ""
         if not body.startswith(text, at):
@@ -122,7 +122,7 @@ def _lost_texts(render: Callable[[list[Message]], str], messages: list[Message],
 
 
 def _is_around(text: _Text, before: str, behind: str) -> bool:
-    """Whether a text is on both sides of its mark, as it is or as a string of JSON or Python."""
+    """Whether the halves of a text are around its mark, unchanged or as a string of JSON or Python."""
     mark = _MARK.format("")
     marked = f"{text.text[: text.half]}{mark}{text.text[text.half :]}"
     sides = (written.partition(mark) for written in chain([marked], _as_strings(marked)))
@@ -130,7 +130,7 @@ def _is_around(text: _Text, before: str, behind: str) -> bool:
 
 
 def _as_strings(text: str) -> Iterator[str]:
-    """The text as a string of JSON (also twice, and in ASCII) and of Python, without the quotes."""
+    """The text as a string of JSON (also encoded twice, and in ASCII) and of Python, without the quotes."""
     escaped_text = json.dumps(text, ensure_ascii=False)
     yield escaped_text[1:-1]
     yield json.dumps(text)[1:-1]
@@ -140,7 +140,7 @@ def _as_strings(text: str) -> Iterator[str]:
 
 def _counted(texts: list[_Text], body: str, marked: set[int]) -> Iterator[Lost]:
     """The losses of texts that occur in the body less often than in the conversation. marked: the numbers of the
-    marks that the template writes; a value is lost without its mark.
+    marks that the template writes. A value is lost if its mark is not written.
     """
     by_text: dict[str, list[Lost]] = {}
     for number, text in enumerate(texts):
@@ -156,8 +156,8 @@ def _counted(texts: list[_Text], body: str, marked: set[int]) -> Iterator[Lost]:
 
 @dataclass
 class _Marked:
-    """Puts a mark into each text of a conversation. texts: in the order of the numbers in their marks. ids: with
-    marks, those of calls that contain the call's name, because Kimi's template writes the id in place of the name.
+    """Puts a mark into each text of a conversation. texts: the texts in the order of the numbers in their marks. ids:
+    with marks, the ids of calls that contain the call's name, because Kimi's template writes the id for the name.
     """
 
     texts: list[_Text] = field(default_factory=list)
@@ -193,10 +193,10 @@ class _Marked:
         return marked
 
     def _content(self, text: str, loss: Lost, is_assistant: bool) -> str:
-        """A content with marks. Between the marks of thoughts, the losses of an assistant's texts are thoughts."""
+        """A content with marks. Lost texts of the assistant between the marks of thoughts have the kind "thought"."""
         pieces = _MARKS.split(text)
         thought_marks = [mark if _OPENS.fullmatch(mark) or _CLOSES.fullmatch(mark) else "" for mark in pieces[1::2]]
-        before, behind = (  # the last mark of thoughts before each piece, and the next one behind it
+        before, behind = (  # the last mark of thoughts before each piece, and the next one after it
             list(accumulate(marks, lambda last, mark: mark or last, initial=""))
             for marks in (thought_marks, thought_marks[::-1])
         )
@@ -207,7 +207,7 @@ class _Marked:
         return "".join(pieces)
 
     def _segment(self, text: str, loss: Lost) -> str:
-        """The text with a mark in the middle of what is left without white space around it."""
+        """The text with a mark in its middle. White space around the text does not count."""
         if not (core := text.strip()):
             return text
         half = len(core) // 2
@@ -216,7 +216,6 @@ class _Marked:
         return f"{text[:middle]}{_MARK.format(len(self.texts) - 1)}{text[middle:]}"
 
     def _call(self, call: Any, loss: Lost) -> Any:
-        """A call with marks in its name and in its arguments."""
         if not isinstance(call, dict):
             return self._value(call, loss)
         marked = dict(call)
@@ -236,7 +235,7 @@ class _Marked:
         return marked
 
     def _value(self, value: Any, loss: Lost) -> Any:
-        """A JSON value with marks in its texts, behind the names in its objects, and in place of its other values."""
+        """A JSON value with marks in its texts, after the names in its objects, and in place of its other values."""
         if isinstance(value, str):
             return self._segment(value, loss)
         if isinstance(value, dict):
