@@ -120,8 +120,12 @@ def read_objects(path: Path, notes: list[str]) -> Iterator[tuple[str, int, dict[
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is no file. Raises ValueError for any other content."""
-    return parse_object(path.read_bytes(), str(path)) if path.is_file() else None
+    """The JSON object in a file; None if there is no file. Raises ValueError if it cannot be read or is no object."""
+    if not path.is_file():
+        return None
+    with reading(f"{path}: cannot be read"):
+        raw = path.read_bytes()
+    return parse_object(raw, str(path))
 
 
 def validated(kind: Callable[..., T], value: object, where: str) -> T:

@@ -144,7 +144,7 @@ def open_trackers(
     sending = [name for name, kind in kinds.items() if not kind.in_folder]
     keeps_state, path = bool(sending), folder.path / FILE
     if not keeps_state and path.exists():
-        with suppress(ValidationError):  # a valid file that was not copied from another run's folder
+        with suppress(ValidationError):  # a damaged file counts as another run's, which is not continued
             keeps_state = TrackerState.model_validate_json(path.read_bytes()).name == folder.path.resolve().name
     state = TrackerState.open(folder, progress.log_bytes) if keeps_state else TrackerState(name=folder.path.name)
     own_ids, trackers = state.__pydantic_extra__, dict[str, Tracker]()

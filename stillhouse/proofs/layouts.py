@@ -57,8 +57,8 @@ def build_proven_runner(
 ) -> Runner:
     """Build this process's runner (`build_runner`), and prove its models, and that a student without noise has none.
 
-    Raises ValueError for a model that does not fit the layout, and ProofError for a model that gives wrong results.
-    A collective of all processes; all of them raise ProofError.
+    Raises ValueError for a model that does not fit the layout. Raises ProofError, on all processes, for a model that
+    gives wrong results. A collective of all processes.
     """
     runner = build_runner(layout, mesh, student, teacher, teacher_head_only=teacher_head_only)
     if needs_proof(layout, mesh, student, teacher):
