@@ -25,7 +25,7 @@ def print_escaped(text: object, *, err: bool = False) -> None:
 
 
 def message(text: str) -> str:
-    """Escape an error message and cut it to `LINES` lines. Its last line then has the number of missing lines."""
+    """Escape an error message and cut it to `LINES` lines. A cut message ends with the number of missing lines."""
     lines = [_cut(line, WIDTH) for line in escaped(text, lines=True).splitlines()]
     if len(lines) > LINES:
         lines = [*lines[: LINES - 1], f"... and {len(lines) - LINES + 1:,} more lines"]

@@ -10,9 +10,9 @@ from typing import NoReturn
 
 from stillhouse.display import escaped
 
-#: the most seconds to wait while buffered output is written to stdout
+#: the maximum number of seconds to wait while buffered output is written to stdout
 FLUSH_SECONDS = 1.0
-#: the most seconds that a finished command waits for threads of other code
+#: the maximum number of seconds that a finished command waits for threads of other code
 SECONDS_FOR_THREADS = 30.0
 #: seconds between two checks whether torchrun still runs. If torchrun has ended, local rank 0 ends first, and the
 #: other ranks wait for twice this time, so that local rank 0 does not report a lost connection
@@ -94,7 +94,7 @@ def _watch_launcher(launcher: int) -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Limit data and stack to their present size and `more` bytes (only on Linux); more is a MemoryError."""
+    """Limit data and stack to their present size plus `more` bytes (only on Linux). Using more raises MemoryError."""
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:
             pages = int(statm.read().split()[5])  # data and stack

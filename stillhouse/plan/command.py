@@ -140,7 +140,7 @@ def _messages_and_waits(ranks: Sequence["RankCounts"]) -> Iterator[str]:
     yield _cells("waits of the host", [str(sum(rank.waits.values())) for rank in ranks])
     places: Counter[str] = Counter()
     for rank in ranks:
-        places |= Counter(rank.waits) | Counter(rank.pageable)  # the largest count of a rank
+        places |= Counter(rank.waits) | Counter(rank.pageable)  # for each place, the largest count of a rank
     yield from (f"  {count} × {escaped(place)}" for place, count in places.items())
 
 
@@ -155,7 +155,7 @@ def does_not_fit(plan: "Plan") -> str:
 
 
 def fit_lines(plans: Sequence["Plan"]) -> Iterator[str]:
-    """Return the lines of several plans with the overrides that give them, the best first."""
+    """Return the lines of several plans, the best first, with the overrides of each plan."""
     yield f"{'s per step':>10}{'tokens/s':>12}{'MFU':>6}{'peak memory':>14}{'bound by':>11}  overrides"
     for plan in plans:
         prediction = plan.prediction
@@ -167,7 +167,7 @@ def fit_lines(plans: Sequence["Plan"]) -> Iterator[str]:
 
 
 def two_digits(value: float) -> str:
-    """Return a number with two significant digits, because a prediction has no more."""
+    """Return a number with two significant digits, because a prediction is not more precise."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     rounded = float(f"{value:.1e}")
