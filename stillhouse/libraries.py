@@ -66,7 +66,7 @@ class reading(AbstractContextManager[object]):
         self.what, self.passes, self.libraries = what, passes, {*_LIBRARIES, library}
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        # the name of torch's error for full GPU memory avoids an import; tokenizers raises plain Exceptions
+        # torch's OutOfMemoryError is recognized by name, to avoid importing torch; tokenizers raises plain Exceptions
         if error is None or isinstance(error, self.passes) or type(error).__name__ == "OutOfMemoryError":
             return
         is_library = any(kind.__module__.partition(".")[0] in self.libraries for kind in type(error).__mro__)

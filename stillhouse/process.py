@@ -1,4 +1,4 @@
-"""This process: its error line, its end without waiting for other threads or for torchrun, a limit of its memory."""
+"""This process: its error line, its end (despite other threads, or with torchrun) and a limit of its memory."""
 
 import os
 import resource
@@ -33,8 +33,8 @@ def print_line(line: str) -> None:
 
 
 def end_process(code: int, line: str | None) -> NoReturn:
-    """End this process from any thread, without unwinding the stack. line: printed on stderr first. No incomplete
-    file remains under its final name, because files are written under another name and then renamed.
+    """End this process from any thread, without unwinding the stack. line: a line to print on stderr first. No
+    incomplete file remains under its final name, because files are written under another name and then renamed.
     """
 
     def flush() -> None:

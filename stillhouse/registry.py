@@ -44,7 +44,7 @@ def registered(group: str) -> dict[str, EntryPoint]:
                 f"{distribution(other)} ({other.value}) and {distribution(point)} ({point.value}) both register "
                 f"{point.name!r} in {group}: uninstall one of them"
             )
-    if not points:  # every group has entries of this project; without an error, they would be missing silently
+    if not points:  # every group has entries of this project; without an error, nobody would notice their absence
         raise ValueError(
             f"no {GROUPS[group]} are registered ({group}), not even those of Stillhouse: its metadata are those of "
             "another version; expected a new installation (pip install -e . in a checkout)"

@@ -32,7 +32,7 @@ def open_log(
 ) -> "RunLog | NoLog":
     """The log of a run on rank 0; on all other ranks a `NoLog`, which writes nothing.
 
-    All processes must call this. Raises ValueError on all of them if the log or a tracker cannot be opened.
+    All processes must call this. Raises ValueError on all processes if the log or a tracker cannot be opened.
     """
     watchdog.enter("opening the log and the trackers", timed=False)  # a server may be slow
     log: RunLog | NoLog = NoLog()

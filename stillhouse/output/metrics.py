@@ -16,7 +16,7 @@ from typing import Literal
 REWARD_PART = "rollout/reward/"
 #: the prefix of the keys for a task's share of right answers; the name of a task follows
 TASK = "eval/exact_match/"
-#: stands between a task's name and a length in the key for the right answers to problems of this length
+#: stands between a task's name and a length in the key of the metric for problems of this length
 LENGTH = "/length_"
 #: the scaled sum of the terms of the loss
 TOTAL = "loss/total_nats_per_token"

@@ -24,7 +24,7 @@ _WIDTH = 18
 @click.command()
 @configured
 @click.option(
-    "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes of the job, one a GPU."
+    "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes of the job, one per GPU."
 )
 @click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True, help="GPUs of a machine.")
 @click.option("--device", default="h100", show_default=True, help="rtx4090, a100, h100, h200 or b200.")
@@ -48,12 +48,12 @@ def plan(
     as_json: bool,
     **flags: str | None,
 ) -> None:
-    """Plan a job on GPUs that are not here.
+    """Plan a job on GPUs that this machine does not have.
 
     Runs a step of the first, an inner and the last pipeline stage with tensors that have no values, in processes
-    without a GPU. Prints their memory, kernels, messages and waits, and a predicted time. Needs neither data nor
-    weights: only the models' config.json. The exit code is 2 if the job does not fit. Of an on-policy run, only the
-    training step is planned.
+    without a GPU. Prints the memory, kernels, messages and waits of each stage, and a predicted time. Needs only the
+    models' config.json, and neither data nor weights. The exit code is 2 if the job does not fit. For an on-policy
+    run, only the training step is planned.
 
     \b
     stillhouse plan run.yaml --ranks 64

@@ -55,7 +55,7 @@ def planned(job: Mapping[str, Any]) -> PlannedRank:
             )
     if config.student.adapter is not None:
         require_adapters(config.student)
-        imported("peft", "student.adapter")  # with bitsandbytes, which asks torch for CUDA when it is imported
+        imported("peft", "student.adapter")  # this also imports bitsandbytes, which asks torch for CUDA
     return result
 
 
@@ -75,7 +75,7 @@ def shapes(job: Mapping[str, Any]) -> dict[str, Any]:
         if len(forms) > 1 or len(set(getattr(decoder.config, "layer_types", None) or ())) > 1:
             raise ConfigError(
                 f"{section}.model",
-                "its layers differ, and --fit counts a few of them: expected a plan of single layouts",
+                "its layers differ, and --fit runs only a few of them: expected a plan without --fit",
             )
         cost = cost_of(decoder, 3 if section == "student" else 1)
         elements = sum(weight.numel() for weight in layers[0].parameters())
@@ -89,8 +89,8 @@ def parts(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counts of a rank with all layers, from the three short steps. Raises the errors of a run whose models
-    do not fit their layout.
+    """Return the counts of a rank with all layers, from the three short steps. Raises the errors of a run whose
+    models do not fit their layout.
     """
     rank = planned(job)
     layout, pipeline = rank.layout, rank.layout.degrees.pipeline

@@ -1,4 +1,4 @@
-"""`stillhouse plan --fit`: finds the fastest layouts that fit, with sizes of micro-batches and recomputation.
+"""`stillhouse plan --fit`: searches layouts, micro-batch sizes and recomputation for the fastest plans that fit.
 
 1. Two processes run short steps on one device (`dry_run.py`), with and without recomputation.
 2. From their counts, the time and the memory of every candidate are estimated by arithmetic.

@@ -153,7 +153,7 @@ class _PlannedSetup(RunSetup):
         }
 
     def planned_micro_batches(self, mesh: Mesh, document_tokens: int, tokens_per_step: int) -> ShardedMicroBatches:
-        """Return the micro-batches of a step on this rank. The last document of a packed row is shorter if necessary."""
+        """Return the micro-batches of a step on this rank. The last document of a row is shorter if necessary."""
         layout, max_tokens = self.layout, self.config.data.max_tokens
         train = self.config.train.model_copy(update={"tokens_per_step": tokens_per_step})
         lengths = [document_tokens] * (max_tokens // document_tokens)
@@ -239,7 +239,7 @@ class _PlannedStore(SignalStore):
 
 
 def _planned_signals(source: StoredTeacher, micro_batches: ShardedMicroBatches) -> PendingSignals:
-    # replaces `StoredTeacher.request`, whose threads read the store; the way of the tensors to the device is the same
+    # replaces `StoredTeacher.request`, whose threads read the store; the tensors get to the device in the same way
     tensors = [source._empty(batch, "cpu") for batch in micro_batches] if source._student.has_results else []
     return PendingSignals(partial(source.on_device, tensors, micro_batches))
 
@@ -255,8 +255,8 @@ def _planned_shards(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool 
 
 @contextmanager
 def _labelled(engine: Engine, source: SignalSource, device: DeviceCounts) -> Iterator[None]:
-    """Count the memory that teachers and heads allocate in forward passes under its purpose, and each gradient when
-    it is added to its parameter.
+    """Count memory under its purpose: the memory that teachers and heads allocate in forward passes, and each
+    gradient from the time when it is added to its parameter.
     """
 
     def relabel(parameter: nn.Parameter) -> None:

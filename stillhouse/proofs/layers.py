@@ -62,8 +62,8 @@ _HIDDEN = "hidden states behind "
 def prove_compiled(runner: Runner, subject: Subject, inputs: StageInputs, precision: torch.dtype | None) -> None:
     """Compare compiled and plain layers. Warns of breaks in the compiled graphs. Clears all gradients.
 
-    subject: the runner's models. inputs: inputs with a loss of the student. precision: the dtype of matrix products; if
-    it is None, the weights' dtype. Raises ProofError on processes with an error. A collective of all processes.
+    subject: the runner's models. inputs: inputs with a loss of the student. precision: the dtype of the products; if
+    it is None, the dtype of the weights. Raises ProofError on processes with an error. A collective of all processes.
     """
     breaks, probe = counters["graph_break"].copy(), subject.probe
     with evaluating(*runner.decoders), torch.no_grad():
@@ -84,8 +84,8 @@ def prove_compiled(runner: Runner, subject: Subject, inputs: StageInputs, precis
         compare(
             error,
             PLACE_TOLERANCE[precision or next(runner.decoders[0].parameters()).dtype],
-            f"the {name} of the compiled layers differ by {{error:.2%}} from those of the layers as they are written"
-            ": expected train.compile: false",
+            f"the {name} of the compiled layers differ by {{error:.2%}} from the {name} of the plain layers: "
+            "expected train.compile: false",
         )
 
 
@@ -174,8 +174,8 @@ def require_equal_layers(decoder: Decoder, errors: Mapping[str, Tensor]) -> None
         compare(
             error,
             1.0,
-            f"{typename(decoder.pretrained)} under tensor parallelism: '{name}' does not compute what the whole "
-            "layer does, because something between two matrices reads all columns, of which a rank has a part: "
+            f"{typename(decoder.pretrained)} under tensor parallelism: the results of '{name}' differ from those of "
+            "the full layer, because a function between two matrices reads all columns, and a rank has only some: "
             "expected tensor=1",
         )
 
@@ -289,7 +289,7 @@ def _problem(
 ) -> str:
     """Return why a parameter's gradients cannot be summed, or "". runs: each module's runs in `count` passes."""
     if difference < _PARTIAL:
-        return f"the gradients of '{name}' differ by {difference:.1%} between ranks, which should be equal"
+        return f"the gradients of '{name}' differ by {difference:.1%} between ranks, but should be equal"
     if any(axis == "tensor" for axis, _ in _axes(parameter)):
         return f"its ranks have different gradients of '{name}', which its plan replicates: expected tensor=1"
     owner = name.rpartition(".")[0]

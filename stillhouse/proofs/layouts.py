@@ -74,7 +74,7 @@ def build_proven_runner(
 
 
 def needs_proof(layout: Layout, mesh: Mesh, *sources: ModelSource | None) -> bool:
-    """Whether models have to be proven under a layout. One process with the same layers needs no second proof."""
+    """Whether models have to be proven under a layout. In one process with the same layers, one proof is enough."""
     models = [source for source in sources if source is not None]
     return all(source.has_values for source in models) and (
         mesh.ranks.size > 1 or layout.changes_results or not all(source.is_proven for source in models)
@@ -269,7 +269,7 @@ class ProbeForward(Subject):
 
 
 def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> list[Tensor]:
-    """An output processor that returns the student's hidden states by depth, then the teacher's if it ran."""
+    """An output processor that returns the hidden states of the student by depth, and of the teacher if it ran."""
     hidden = [*hidden_states] if isinstance(hidden_states, tuple) else [hidden_states]
     for signal in context.signals.values():
         with signal.opened(head) as opened:

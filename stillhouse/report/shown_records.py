@@ -141,7 +141,7 @@ def readout(token: Token, names: list[str]) -> list[object]:
 
 
 class Box(NamedTuple):
-    """One span in the timeline; left and width in percent of the shown time."""
+    """One span in the timeline. left, width: in percent of the shown time."""
 
     left: float
     width: float
@@ -153,7 +153,7 @@ class Box(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """shares: the lane's activities, each with its percentage of the shown time; the percentages add up to 100."""
+    """A lane. shares: its activities, each with its percentage of the shown time; the percentages add up to 100."""
 
     name: str
     boxes: list[Box]
@@ -162,7 +162,7 @@ class Lane(NamedTuple):
 
 
 class ShownTimeline(NamedTuple):
-    """first, last: the range of shown steps.
+    """The timeline that the page shows. first, last: the range of shown steps.
     start, seconds: the shown time, in seconds of the run.
     waiting: the seconds that the trainer waited in its steps, divided by the seconds of its steps: the mean of
         `speed/waiting`, weighted by the steps' seconds. None if there is no trainer.
