@@ -50,7 +50,7 @@ def end_process(code: int, line: str | None) -> NoReturn:
 
 
 def end_without_threads(code: int) -> None:
-    """End the process with this exit code if threads of other code do not end. Must be called last. Otherwise Python
+    """End the process with this exit code if threads of other code do not end. Must be called last. Python alone
     would wait for every non-daemon thread, for example for a reward function that hangs. Signals are already ignored
     at this point.
     """

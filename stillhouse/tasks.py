@@ -2,8 +2,8 @@
 
 Configurations and scripts use the names of this module, as in `rollout.reward: stillhouse.tasks:exact_match`. A new
 task is a function and its entry in `TASKS`. A task, a seed and a number give the same problem on every machine. The
-hash of its prompt decides whether a problem is held out, so that no problem is in both splits, for any seeds and
-lengths.
+hash of a problem's prompt decides whether the problem is held out. Therefore no problem is in both splits, for any
+seeds and lengths.
 """
 
 import hashlib

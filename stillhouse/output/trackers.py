@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from stillhouse.libraries import imported, reading
 
-#: the longest time that a run waits at its end for wandb; `wandb sync` can send the rest later
+#: the maximum number of seconds that a run waits for wandb at its end; `wandb sync` can send the rest later
 WANDB_SECONDS = 120.0
 #: give up after 90 s if a server does not answer: mlflow's default, 16 minutes, is longer than a job waits for a rank
 _MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3"}

@@ -25,7 +25,7 @@ ADDRESS = "127.0.0.1"
 @click.argument("run_dirs", type=RUN_DIR, nargs=-1, required=True, metavar="RUN_DIR")
 @click.option(
     "--compare", type=RUN_DIR, multiple=True, metavar="RUN_DIR...",
-    help="Other runs to draw into the same curves; their configurations' differences are a table.",
+    help="Other runs to draw into the same charts; a table has the differences of their configurations.",
 )  # fmt: skip
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path),
