@@ -96,7 +96,7 @@ __all__ = [
     "total_variation",
 ]
 
-#: the modules of these names
+#: the module of each name
 _MODULES = dict.fromkeys(__all__, "stillhouse.objective") | {
     "StepLoss": "stillhouse.engine.loss",
     "load_config": "stillhouse.config",

@@ -14,18 +14,18 @@ NAMES, NAME_WIDTH = 12, 60
 
 
 def escaped(text: str, *, lines: bool = False) -> str:
-    r"""The text with control characters escaped as Python writes them (`\x1b`). lines: keep newlines and tabs."""
+    r"""The text with control characters escaped as in Python (`\x1b`). lines: whether to keep newlines and tabs."""
     pattern = _CONTROLS if lines else _CONTROLS_AND_LINES
     return pattern.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def print_escaped(text: object, *, err: bool = False) -> None:
-    """Print a text that may quote files or servers. err: on stderr."""
+    """Print a text that may quote files or servers. err: whether to print on stderr."""
     print(escaped(str(text), lines=True), file=sys.stderr if err else sys.stdout, flush=True)
 
 
 def message(text: str) -> str:
-    """Escape an error message and cut it to `LINES` lines. Its last line then has the number of missing lines."""
+    """Escape an error message and cut it to `LINES` lines. A cut message ends with the number of missing lines."""
     lines = [_cut(line, WIDTH) for line in escaped(text, lines=True).splitlines()]
     if len(lines) > LINES:
         lines = [*lines[: LINES - 1], f"... and {len(lines) - LINES + 1:,} more lines"]

@@ -1,6 +1,6 @@
-"""Where documents begin in the rows of a micro-batch, which only its position ids say.
+"""Finds the documents in the rows of a micro-batch from its position ids.
 
-B rows, S columns, T = B·S; N documents, M = N + 1 borders of documents; K documents that are not padding alone.
+B rows, S columns, T = B·S; N documents, M = N + 1 borders of documents; K documents that are not only padding.
 """
 
 from typing import NamedTuple, Self
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 class DocumentLengths(NamedTuple):
-    """The lengths of a micro-batch's documents when its rows are joined to one, as attention kernels read them.
+    """The lengths of a micro-batch's documents in the form that attention kernels read, with all rows joined to one.
 
     borders_M: int32, the places at which the documents begin and end (`cu_seqlens`), from 0 to T.
     longest: the length of the longest document.
-    filled_K: int64, the numbers of the documents that are not padding alone; at least one document.
-    filled: the lengths of these documents.
+    filled_K: int64, the numbers of the documents that are not only padding; at least one number.
+    filled: the lengths of these K documents.
     """
 
     borders_M: Tensor
@@ -27,7 +27,7 @@ class DocumentLengths(NamedTuple):
     def of(cls, position_ids_BS: Tensor, is_padding_BS: Tensor | None = None) -> Self:
         """Read the lengths from position ids. Waits for the device of the position ids.
 
-        is_padding_BS: bool; None: no document is padding. If all of them are, the first one counts as filled.
+        is_padding_BS: bool, or None if there is no padding. If all tokens are padding, the first document is filled.
         """
         begins_T = document_starts(position_ids_BS)
         starts_N = begins_T.nonzero()[:, 0]
@@ -43,8 +43,8 @@ class DocumentLengths(NamedTuple):
 
 
 def document_starts(position_ids_BS: Tensor) -> Tensor:
-    """Return whether a document begins at a token of the flattened micro-batch, bool [T]: where position ids do not
-    continue, and at the first column of each row.
+    """Return for each token of the flattened micro-batch whether a document begins there, bool [T]: in the first
+    column of a row, and where the position ids do not continue.
     """
     begins_BS = torch.ones_like(position_ids_BS, dtype=torch.bool)
     begins_BS[:, 1:] = position_ids_BS[:, 1:] != position_ids_BS[:, :-1] + 1

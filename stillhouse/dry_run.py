@@ -1,7 +1,7 @@
-"""The seam between a run and a dry run: the functions that a dry run answers in another way.
+"""Lets a dry run replace functions of a run.
 
 A dry run (`stillhouse plan`) has no GPU, no other processes, and no values of tensors. `replaceable` marks each
-function that needs one of them. The function is called as it is written, except within `dry_run`.
+function that needs one of these. Such a function is replaced only within `dry_run`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ def replaceable(function: Callable[Arguments, Result]) -> Callable[Arguments, Re
 
 @contextmanager
 def dry_run(answers: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
-    """Within the block, call `answers[function]` in place of each of these replaceable functions."""
+    """Within the block, call `answers[function]` in place of each replaceable function in `answers`."""
     before = dict(_answers)
     _answers.update(answers)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 def names_at_first_use(
     package: str, modules: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package. modules: those of its names; None: its module `public`."""
+    """Return a package's `__getattr__` and `__dir__`. modules: each name's module; by default `public`."""
 
     def get(name: str) -> Any:
         module = f"{package}.public" if modules is None else modules.get(name)

@@ -51,7 +51,7 @@ _PYTHONS = (
 #: libraries whose errors derive directly from Exception; panics of Rust code even derive from BaseException
 _LIBRARIES = (
     *("PIL", "datasets", "huggingface_hub", "jinja2", "pyarrow", "pyo3_runtime", "re", "safetensors", "sqlite3"),
-    *("struct", "tokenize", "zlib"),  # tokenize: numpy's headers of arrays
+    *("struct", "tokenize", "zlib"),  # tokenize: for a damaged header of a numpy array
 )
 
 
@@ -66,7 +66,7 @@ class reading(AbstractContextManager[object]):
         self.what, self.passes, self.libraries = what, passes, {*_LIBRARIES, library}
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        # the name of torch's error for a GPU is compared, to avoid the import; tokenizers raises plain Exceptions
+        # torch's OutOfMemoryError is recognized by name, to avoid importing torch; tokenizers raises plain Exceptions
         if error is None or isinstance(error, self.passes) or type(error).__name__ == "OutOfMemoryError":
             return
         is_library = any(kind.__module__.partition(".")[0] in self.libraries for kind in type(error).__mro__)
@@ -81,8 +81,8 @@ def first_problem(error: ValidationError) -> str:
 
 
 class writing(AbstractContextManager[object]):
-    """Convert disk errors in the block to OSError. For such an error, the Rust core of tokenizers raises a plain
-    Exception, which has the error number only in its text.
+    """Convert disk errors in the block to OSError. For a disk error, the Rust core of tokenizers raises a plain
+    Exception that has the error number only in its text.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):

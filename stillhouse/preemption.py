@@ -8,13 +8,13 @@ The command line handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 (`handling`):
 
 A Ctrl-C may also end the reader of the output (`tee`), so that the output cannot be written. The signal is obeyed in
 this case, too (`surviving_lost_reader`). If a function of the user does not return after a signal within `finishing`,
-it is interrupted (`interruptible`). While such a function has not returned for a minute, a line names it, and so does
-the line about a signal that arrives while it is running.
+it is interrupted (`interruptible`). If such a function has not returned after a minute, a line names it. The line
+about a signal names the function that is running.
 
 The exit code is 128 + the signal's number; only a server that has answered all requests ends with 0. A thread reads
 the signals, because Python runs signal handlers only in the main thread, which may be waiting in a collective that
 never ends. Signals that were ignored when the process started (`nohup`, background jobs) stay ignored. Without the
-command line, the library installs no handlers, and signals keep their meaning.
+command line, the library installs no handlers, and signals have their usual effects.
 """
 
 import errno
@@ -32,15 +32,15 @@ from typing import TypeVar
 from stillhouse.process import end_process, print_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-#: in a process that torchrun started, signals within so many seconds count as one signal: SLURM's `scancel` and
+#: in a process that torchrun started, signals within this many seconds count as one: SLURM's `scancel` and
 #: `srun` signal every process of a job step, and torchrun also forwards its own signal to its processes
 REPEATED_SECONDS = 1.0
 
 #: Ctrl-C in a terminal ends the reader of a run's output and signals the run. If the run cannot write its output, it
-#: waits so many seconds for the signal
+#: waits this many seconds for the signal
 SECONDS_OF_LOST_READER = 2.0
-#: after a signal, the user's functions may run for so many seconds in total until they are interrupted. If they do
-#: not return after so many seconds more, the process ends without a checkpoint
+#: after a signal, the user's functions may run for this many seconds in total before they are interrupted. If they do
+#: not return within the same time again, the process ends without a checkpoint
 SECONDS_TO_RETURN = 5.0
 #: the signal that interrupts a function in the main thread. If it arrives too late, it has no effect, because the
 #: default action for this signal is to ignore it
@@ -49,8 +49,8 @@ _INTERRUPT = signal.SIGURG
 #: function. A long operation in C, such as a regular expression, blocks all other threads, but it handles signals.
 _YIELD, _YIELD_SECONDS = signal.SIGVTALRM, 0.2
 _MILLISECONDS_BETWEEN_LOOKS = 200
-#: after so many seconds in one call of a user's function, a line names it; how often the thread looks whether this is
-#: due, and gets processor time for it as above
+#: seconds in one call of a user's function until a line names the function, and seconds between two checks whether
+#: this line is due. For each check, the thread gets processor time as above
 SECONDS_UNTIL_NAMED, SECONDS_BETWEEN_LOOKS = 60.0, 5.0
 
 _OUTPUTS = (1, 2)
@@ -63,7 +63,7 @@ _listener: "_Listener | None" = None
 class Preempted(Exception):
     """The run stopped because of a signal, after it wrote a checkpoint. All ranks raise this after the same step.
 
-    checkpoint: None if the run did not finish its first step, so that it wrote no checkpoint.
+    checkpoint: the checkpoint; None if the run did not finish its first step and therefore wrote no checkpoint.
     """
 
     def __init__(self, number: int, step: int, checkpoint: Path | None):
@@ -83,7 +83,7 @@ class OverdueError(BaseException):
 def handling(message: Callable[[int], str], *, ends_process: bool = False) -> Iterator[None]:
     """Handle signals until the block ends.
 
-    message: returns the line that is printed if the signal with this number ends the process at once.
+    message: a function of a signal's number that returns the line to print if the signal ends the process at once.
     ends_process: ignore signals after the block, so that they cannot change the exit code. Otherwise the previous
     handlers are restored. Only the main thread can install handlers; in another thread, the function does nothing.
     """
@@ -126,15 +126,14 @@ def finishing(what: str) -> Iterator[None]:
 
 
 def interruptible(what: str, work: Callable[[], T], about: str = "", advice: str = "") -> T:
-    """Call `work`, a function of the user that may never return. what: the function's name.
-
-    about, advice: what the line adds that names a call after `SECONDS_UNTIL_NAMED`.
+    """Call `work`, a function of the user that may never return. what: the function's name. about, advice: additions
+    to the line that names the function after `SECONDS_UNTIL_NAMED`.
 
     Within `finishing`, OverdueError is raised inside `work` `SECONDS_TO_RETURN` after a signal. If `work` still does
-    not return, the process ends after the same time again. Elsewhere a signal ends the process at once. Only the main
-    thread can be interrupted, and only between two instructions of Python, in a system call, or in C code that checks
-    for signals, such as a regular expression. Only SIGKILL ends C code that neither checks for signals nor releases
-    the GIL.
+    not return, the process ends after the same time again. Outside `finishing`, a signal ends the process at once.
+    Only the main thread can be interrupted, and only between two instructions of Python, in a system call, or in C
+    code that checks for signals, such as a regular expression. Only SIGKILL ends C code that neither checks for
+    signals nor releases the GIL.
     """
     listener = _listener
     if listener is None or threading.current_thread() is not threading.main_thread():
@@ -152,7 +151,7 @@ def interruptible(what: str, work: Callable[[], T], about: str = "", advice: str
 
 @contextmanager
 def surviving_lost_reader() -> Iterator[None]:
-    """Ignore an error of writing to the output if a signal arrives within `SECONDS_OF_LOST_READER`. The signal may
+    """Ignore an error when the output is written if a signal arrives within `SECONDS_OF_LOST_READER`. The signal may
     have ended the output's reader, such as `tee`, before this process received it.
     """
     try:
@@ -180,9 +179,9 @@ class _Listener:
     def __init__(self, message: Callable[[int], str]):
         self.finishing: str | None = None
         self.received, self._received_at = 0, 0.0
-        self.has_arrived, self.noted = False, threading.Event()  # noted: whether a signal was received
+        self.has_arrived, self.noted = False, threading.Event()  # noted: set when a signal was received
         self._function: str | None = None  # the user's function that is running
-        self._late = ""  # a line about the running function that may have to be printed
+        self._late = ""  # the line to print if the running function does not return soon
         self._entered_at = self._spent = 0.0  # spent: seconds in earlier functions since the signal
         self._is_interrupted = False  # whether the running (or last) function was interrupted
         self._message = message
@@ -202,7 +201,7 @@ class _Listener:
     def enter(self, function: str, late: str) -> None:
         """Record that a function of the user begins. Raises OverdueError if no time is left.
 
-        late: the line that is printed if it does not return soon.
+        late: the line to print if the function does not return soon.
         """
         if self.received and self._spent > SECONDS_TO_RETURN:
             raise OverdueError(f"{function} was not called after a signal")
@@ -268,7 +267,7 @@ class _Listener:
                         self._receive(number)
 
     def _since_signal(self) -> float:
-        """For how many seconds after the signal the running function has run."""
+        """The seconds that the running function has run since the signal."""
         return time.monotonic() - max(self._entered_at, self._received_at)
 
     def _receive(self, number: int) -> None:

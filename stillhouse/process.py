@@ -1,4 +1,4 @@
-"""This process: its error line, its end without waiting for other threads or for torchrun, a limit of its memory."""
+"""This process: its error line, its end (despite other threads, or with torchrun) and a limit of its memory."""
 
 import os
 import resource
@@ -10,9 +10,9 @@ from typing import NoReturn
 
 from stillhouse.display import escaped
 
-#: the most seconds to wait while buffered output is written to stdout
+#: the maximum number of seconds to wait while buffered output is written to stdout
 FLUSH_SECONDS = 1.0
-#: the most seconds that a finished command waits for threads of other code
+#: the maximum number of seconds that a finished command waits for threads of other code
 SECONDS_FOR_THREADS = 30.0
 #: seconds between two checks whether torchrun still runs. If torchrun has ended, local rank 0 ends first, and the
 #: other ranks wait for twice this time, so that local rank 0 does not report a lost connection
@@ -33,8 +33,8 @@ def print_line(line: str) -> None:
 
 
 def end_process(code: int, line: str | None) -> NoReturn:
-    """End this process from any thread, without unwinding the stack. line: printed on stderr first. No incomplete
-    file remains under its final name, because files are written under another name and then renamed.
+    """End this process from any thread, without unwinding the stack. line: a line to print on stderr first. No
+    incomplete file remains under its final name, because files are written under another name and then renamed.
     """
 
     def flush() -> None:
@@ -50,7 +50,7 @@ def end_process(code: int, line: str | None) -> NoReturn:
 
 
 def end_without_threads(code: int) -> None:
-    """End the process with this exit code if threads of other code do not end. Must be called last. Otherwise Python
+    """End the process with this exit code if threads of other code do not end. Must be called last. Python alone
     would wait for every non-daemon thread, for example for a reward function that hangs. Signals are already ignored
     at this point.
     """
@@ -94,7 +94,7 @@ def _watch_launcher(launcher: int) -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Limit data and stack to their present size and `more` bytes (only on Linux); more is a MemoryError."""
+    """Limit data and stack to their present size plus `more` bytes (only on Linux). Using more raises MemoryError."""
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:
             pages = int(statm.read().split()[5])  # data and stack

@@ -1,19 +1,19 @@
-"""The one loader of add-ons: the entry points that installed packages register, by group and name.
+"""The only loader of add-ons, which are entry points that installed packages register by group and name.
 
 This distribution registers its own add-ons in the same way as any other one, in pyproject.toml:
 
     [project.entry-points."stillhouse.trackers"]
     wandb = "stillhouse.output.trackers:Wandb"
 
-What an entry point refers to depends on its group; docs/extending.md has an example for each. The module of an entry
-imports no heavy library, because the configuration and `stillhouse info` load all entries of a group.
+The group of an entry point determines the kind of its object; docs/extending.md has an example for each group. The
+object's module imports no heavy library, because the configuration and `stillhouse info` load all entries of a group.
 """
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-#: the groups of entry points, and what the entries of each are
+#: the groups of entry points, each with a name for its entries
 GROUPS = {
     "stillhouse.commands": "commands of the command line",
     "stillhouse.divergences": "divergences of a loss",
@@ -31,8 +31,8 @@ GROUPS = {
 
 @cache
 def registered(group: str) -> dict[str, EntryPoint]:
-    """The entry points of one of `GROUPS` by name, in alphabetical order. Raises ValueError if two installed
-    distributions register the same name with different values, or none does.
+    """The entry points of one of `GROUPS` by name, in alphabetical order. Raises ValueError if the group is empty, or
+    if two installed distributions register the same name with different values.
     """
     if group not in GROUPS:
         raise ValueError(f"no group of add-ons is called {group!r}: expected one of {', '.join(GROUPS)}")
@@ -44,7 +44,7 @@ def registered(group: str) -> dict[str, EntryPoint]:
                 f"{distribution(other)} ({other.value}) and {distribution(point)} ({point.value}) both register "
                 f"{point.name!r} in {group}: uninstall one of them"
             )
-    if not points:  # every group has entries of this project; what is not registered would be left out silently
+    if not points:  # every group has entries of this project; without an error, nobody would notice their absence
         raise ValueError(
             f"no {GROUPS[group]} are registered ({group}), not even those of Stillhouse: its metadata are those of "
             "another version; expected a new installation (pip install -e . in a checkout)"

@@ -2,8 +2,8 @@
 
 Configurations and scripts use the names of this module, as in `rollout.reward: stillhouse.tasks:exact_match`. A new
 task is a function and its entry in `TASKS`. A task, a seed and a number give the same problem on every machine. The
-hash of its prompt decides whether a problem is held out, so that no problem is in both splits, for any seeds and
-lengths.
+hash of a problem's prompt decides whether the problem is held out. Therefore no problem is in both splits, for any
+seeds and lengths.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class TaskSpec:
 
     @classmethod
     def of(cls, name: str, lengths: str | None = None) -> "TaskSpec":
-        """A task from its name and `lengths`, such as 2:6. None: the task's default lengths."""
+        """A task from its name and `lengths`, such as 2:6. If `lengths` is None, the task has its default lengths."""
         if lengths is None:
             return cls(name, *(TASKS[name].lengths if name in TASKS else (SHORTEST, LONGEST)))
         match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", lengths)
@@ -64,7 +64,7 @@ class TaskSpec:
 class Problem:
     """A prompt with its only right answer.
 
-    length: terms of a sum, letters to reverse, brackets to close.
+    length: the number of a sum's terms, of letters to reverse, or of brackets to close.
     """
 
     prompt: str
@@ -89,14 +89,14 @@ def problem(task: TaskSpec, seed: int, number: int, *, held_out: bool) -> Proble
 
 
 def is_held_out(task: str, text: str) -> bool:
-    """Whether a problem belongs to the held-out split. text: what identifies it in its task, such as its prompt."""
+    """Whether a problem is in the held-out split. text: a text that identifies it in its task, such as its prompt."""
     digest = hashlib.sha256(f"{task}\n{text}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < int(HELD_OUT_SHARE * 2**64)
 
 
 def exact_match(prompt: str, completion: str, record: Mapping[str, Any]) -> float:
     """1 if a completion (without special tokens) equals the record's completion, otherwise 0. For `rollout.reward`.
-    The completion of a record with `messages` is the text of the last one. White space around the two texts is
+    The completion of a record with `messages` is the text of the last message. White space around the two texts is
     ignored.
     """
     answer = record["completion"] if "completion" in record else record["messages"][-1]["content"]
@@ -149,7 +149,7 @@ def _brackets(random: RandomNumbers, length: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Task:
-    """lengths: default (shortest, longest). write: a function (random numbers, length) → (prompt, answer)."""
+    """A task. lengths: its default (shortest, longest). write: (random numbers, length) → (prompt, answer)."""
 
     lengths: tuple[int, int]
     write: Callable[[RandomNumbers, int], tuple[str, str]]

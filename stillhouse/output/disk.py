@@ -1,4 +1,4 @@
-"""Writes files and folders atomically, and explains errors of the disk."""
+"""Writes files and folders atomically, and explains disk errors."""
 
 import errno
 import os
@@ -34,8 +34,8 @@ def atomic_folder(final: Path, needed_bytes: int | None = None, *, exclusive: bo
     """Yield a temporary folder to write to; if the block ends without an error, flush it and rename it to `final`.
 
     needed_bytes: the number of bytes to write, if known, for the error message about a full disk.
-    exclusive: for a `final` outside a run's folder. If the temporary folder already exists, ValueError is raised; it
-        is not removed, because it may belong to another process. If the block fails, the new one is removed.
+    exclusive: whether `final` is outside a run's folder. Then an existing temporary folder is not removed, because it
+        may belong to another process: ValueError is raised. If the block fails, the new temporary folder is removed.
     """
     partial = final.with_name(final.name + UNFINISHED)
     with ExitStack() as stack, explained_write_errors(final, needed_bytes):
@@ -46,8 +46,8 @@ def atomic_folder(final: Path, needed_bytes: int | None = None, *, exclusive: bo
             partial.mkdir()
         except FileExistsError as error:
             raise ValueError(
-                f"{partial} exists: another process is writing there, or was killed, or it is somebody's own; remove "
-                "it, or choose another name"
+                f"{partial} exists: another process is writing there or was killed, or it has another purpose; "
+                "remove it, or choose another name"
             ) from error
         if exclusive:
             stack.callback(shutil.rmtree, partial, ignore_errors=True)
@@ -127,7 +127,7 @@ _AFTERWARDS = "all complete files are intact, and the same command continues fro
 
 
 def _free_bytes(path: Path) -> int:
-    # the path need not exist yet, and some disks report no total size
+    # the path may not exist yet, and some disks report no total size
     usage = shutil.disk_usage(next(parent for parent in [path, *path.parents] if parent.exists()))
     return usage.free if usage.total else sys.maxsize
 

@@ -31,8 +31,8 @@ from stillhouse.output.disk import UNFINISHED, hashes, replace_text
 LOCK = ".lock"
 #: the file with a random text that identifies the run
 IDENTITY = "identity"
-#: the file with the process that has the lock, or had it when it was killed. It is not the lock file itself, because
-#: older versions of filelock truncate the lock file at every attempt to lock it
+#: the file that names the process that holds the lock, or held it when it was killed. The lock file cannot contain
+#: this name, because older versions of filelock truncate the lock file at every attempt to lock it
 WRITER = ".writer"
 #: the file that contains a hash of every file of the final model
 HASHES = "hashes.json"
@@ -41,8 +41,8 @@ HASHES = "hashes.json"
 class RunFolder:
     """A folder that belongs to one run.
 
-    model: the final model, which is written last. adapter: the adapter, if the run trains one; `model` is then its
-    base with the adapter merged in.
+    model: the folder of the final model, which is written last. adapter: the folder of the adapter, if the run trains
+    an adapter; `model` is then the base model with the adapter merged in.
     """
 
     def __init__(self, path: Path):
@@ -57,8 +57,8 @@ class RunFolder:
         return self.model.is_dir()
 
     def identity(self) -> str:
-        """A text that differs for every run, also for runs at the same path on different machines and for copies of
-        a folder. The first call writes a random number into the folder, so only one process may call this.
+        """A text that is different for every run, even for runs at the same path on different machines and for copies
+        of a folder. The first call writes a random number into the folder, so only one process may call this method.
         """
         path = self.path / IDENTITY
         if not path.exists():
@@ -71,7 +71,7 @@ class RunFolder:
         return checkpoint.parent.resolve() == self.checkpoints.resolve()
 
     def write_json(self, name: str, content: Any) -> None:
-        """content: JSON types and dataclasses of them."""
+        """Write a JSON file atomically. content: a value of JSON types and dataclasses."""
         self.write_text(name, json.dumps(content, indent=1, ensure_ascii=False, default=asdict))
 
     def write_text(self, name: str, content: str) -> None:
@@ -82,13 +82,13 @@ class RunFolder:
 def init_run_dir(folder: RunFolder, config_yaml: str) -> None:
     """Prepare the folder for this run. `candidates` must already have checked that the run may use it."""
     folder.path.mkdir(parents=True, exist_ok=True)
-    # what a process that was killed has left, before the first write, because it may fill the disk
+    # remove the unfinished files of a killed process before the first write, because they may fill the disk
     for path in [*folder.path.glob(f"*{UNFINISHED}"), *folder.checkpoints.glob(f"*{UNFINISHED}")]:
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    folder.write_text("config.yaml", config_yaml)  # from now on the folder belongs to this run
+    folder.write_text("config.yaml", config_yaml)  # from now on, the folder belongs to this run
     folder.checkpoints.mkdir(exist_ok=True)
 
 
@@ -127,7 +127,7 @@ def is_leftover(path: Path) -> bool:
 
 
 def require_intact_model(folder: RunFolder) -> str:
-    """Compare the final model and adapter of a complete run with their hashes; returns the result in words.
+    """Compare the final model and adapter of a complete run with their hashes. Return the result in words.
 
     Raises ValueError if a file is missing or changed. Additional files are ignored.
     """

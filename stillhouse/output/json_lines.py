@@ -1,7 +1,7 @@
-"""JSON and JSON-lines files of a run's folder; among them metrics.jsonl, a line for each step and each evaluation.
+"""The JSON and JSON-lines files of a run's folder. One is metrics.jsonl, with a line for each step and evaluation.
 
-A run appends lines to a file that stays open; if lines are not written, an error is raised. A reader gets typed
-values, or an error with the file and the line or key.
+A run appends lines to a file that stays open; if lines cannot be written, an error is raised. The functions that read
+a file return typed values, or raise an error with the file and the line or key.
 """
 
 import errno
@@ -30,8 +30,8 @@ _type_adapter = functools.cache(TypeAdapter)
 
 
 class LineFile:
-    """A JSON-lines file to which this process appends. Lines of steps after `step`, and an incomplete last line, are
-    removed first; all lines are removed if `step` is 0. Raises ValueError for a complete line without a step.
+    """A JSON-lines file to which this process appends. When it is opened, the lines of steps after `step` and an
+    incomplete last line are removed; if `step` is 0, all lines. Raises ValueError for a complete line without a step.
     """
 
     def __init__(self, path: Path, step: int):
@@ -71,7 +71,7 @@ def append(path: Path, file: FileIO, lines: bytes) -> None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        if file.write(lines) != len(lines):  # the rest did not fit
+        if file.write(lines) != len(lines):  # the disk had no space for the rest
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -89,10 +89,10 @@ def _step(line: bytes, where: str) -> int:
 
 
 def read_lines(path: Path, parse: Callable[[bytes, str], T], notes: list[str]) -> Iterator[tuple[str, int, T]]:
-    """Yield (file and line number, offset, result of `parse`) of every line.
+    """Yield (file and line number, offset, result of `parse`) for every line.
 
-    parse: gets a line without its newline, and the file and line number for errors. If it raises ValueError for a
-    last line without a newline, this line is skipped, and a note for the page is appended to `notes`.
+    parse: a function of a line without its newline, and of the file and line number for errors. If it raises
+    ValueError for a last line without a newline, the line is skipped, and a note for the page is appended to `notes`.
     """
     offset = 0
     with path.open("rb") as file:
@@ -112,7 +112,7 @@ def read_lines(path: Path, parse: Callable[[bytes, str], T], notes: list[str]) -
 
 
 def read_objects(path: Path, notes: list[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield (file and line number, offset, object) of every line, as `read_lines`; nothing if the file is missing."""
+    """Yield (file and line number, offset, object) for every line, like `read_lines`; nothing for a missing file."""
     if path.is_file():
         if path.stat().st_size == 0:
             notes.append(f"{path.name} has no line yet.")
@@ -120,8 +120,12 @@ def read_objects(path: Path, notes: list[str]) -> Iterator[tuple[str, int, dict[
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is no file. Raises ValueError for any other content."""
-    return parse_object(path.read_bytes(), str(path)) if path.is_file() else None
+    """The JSON object in a file, or None if there is no file. Raises ValueError if no object can be read."""
+    if not path.is_file():
+        return None
+    with reading(f"{path}: cannot be read"):
+        raw = path.read_bytes()
+    return parse_object(raw, str(path))
 
 
 def validated(kind: Callable[..., T], value: object, where: str) -> T:
@@ -146,9 +150,8 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MetricsLine:
-    """A line of metrics.jsonl.
-
-    values: the metrics and the run's "tokens" and "seconds" so far; None for a number that is not finite.
+    """A line of metrics.jsonl. values: the metrics, and the "tokens" and "seconds" of the run so far. A number that
+    is not finite is None.
     """
 
     step: float
@@ -168,14 +171,13 @@ def parse_metrics(raw: bytes, where: str) -> MetricsLine:
 
 
 def without_infinity(values: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Replace values that are not finite by None, because JSON has no infinity and no NaN."""
+    """Replace values that are not finite with None, because JSON has no infinity and no NaN."""
     return {key: value if value is not None and math.isfinite(value) else None for key, value in values.items()}
 
 
 def read_metrics(path: Path) -> tuple[list[MetricsLine], list[str]]:
-    """Return the lines of a metrics.jsonl, and notes for the page.
-
-    An incomplete last line without a newline is skipped, because a killed run can end in such a line.
+    """Return the lines of a metrics.jsonl, and notes for the page. An incomplete last line without a newline is
+    skipped, because a killed run may leave such a line.
     """
     if not path.is_file():
         raise ValueError(f"{path.parent} contains no run: it has no metrics.jsonl. Give the `out` folder of a run.")

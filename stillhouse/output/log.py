@@ -23,7 +23,7 @@ from stillhouse.output.tracking import open_trackers
 from stillhouse.parallel import Ranks, watchdog
 from stillhouse.preemption import surviving_lost_reader
 
-#: the minimum number of seconds between two printed steps if the output is no terminal (a terminal has a live line)
+#: the minimum seconds between two printed steps if the output is not a terminal (terminals have a live line)
 _PLAIN_EVERY = 10.0
 
 
@@ -32,7 +32,7 @@ def open_log(
 ) -> "RunLog | NoLog":
     """The log of a run on rank 0; on all other ranks a `NoLog`, which writes nothing.
 
-    All processes must call this. Raises ValueError on all of them if the log or a tracker cannot be opened.
+    All processes must call this. Raises ValueError on all processes if the log or a tracker cannot be opened.
     """
     watchdog.enter("opening the log and the trackers", timed=False)  # a server may be slow
     log: RunLog | NoLog = NoLog()
@@ -46,7 +46,7 @@ def open_log(
 
 
 class NoLog(nullcontext[Any]):
-    """Replaces the log on all ranks except rank 0; writes nothing."""
+    """Replaces the log on all ranks except rank 0, and writes nothing."""
 
     position = (0, "")
 
@@ -66,7 +66,7 @@ class NoLog(nullcontext[Any]):
 
 
 class RunLog(AbstractContextManager["RunLog"]):
-    """Writes the metrics of every step; a context manager that closes its files.
+    """Writes the metrics of every step. The log is a context manager that closes its files.
 
     values: the configuration by dotted keys, for the trackers.
     """
@@ -80,7 +80,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         values: Mapping[str, Any] | None = None,
     ):
         self._path = folder.metrics
-        # before lines are removed from the log: they show which steps the trackers already have
+        # before lines are removed from the log, because these lines show which steps the trackers already have
         self._trackers = open_trackers(folder, track, progress, values or {}, self.print_line)
         with explained_write_errors(self._path):
             # unbuffered, so that closing the file does not repeat a failed write
@@ -130,7 +130,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             return
         left_out = f" (steps not shown before it: {self._left_out})" if self._left_out else ""
         self._printed, self._left_out = now, 0
-        done, remaining = step - self._first - 1, "?"  # without the first step, which compiles functions
+        done, remaining = step - self._first - 1, "?"  # the first step does not count, because it compiles functions
         if done or step == self._steps:
             remaining = tqdm.format_interval((now - self._compiled) / max(1, done) * (self._steps - step))
         self.print_line(f"step {step}/{self._steps}: {line}, {remaining} left{left_out}")

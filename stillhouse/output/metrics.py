@@ -1,7 +1,7 @@
 """The metrics of a run as one table, metrics.toml, which the log, the report, trackers and warnings read.
 
-In a key of the table, {0} and {1} stand for names that the configuration gives: of a term of the loss, a task, a part
-of a reward, a held-out set, or a source of prompts. A metric that is not in the table is reported by its key.
+In a key of the table, {0} and {1} stand for names from the configuration: the name of a loss term, a task, a part of
+a reward, a held-out set or a source of prompts. A metric that is not in the table is reported under its key.
 """
 
 import math
@@ -12,11 +12,11 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal
 
-#: the beginning of the key of a part of a reward; its name follows
+#: the prefix of the keys for the parts of a reward; the name of a part follows
 REWARD_PART = "rollout/reward/"
-#: the beginning of the key of a task's share of right answers; its name follows
+#: the prefix of the keys for a task's share of right answers; the name of a task follows
 TASK = "eval/exact_match/"
-#: follows the name of a task, before a number: the share of right answers for problems of this length
+#: stands between a task's name and a length in the key of the metric for problems of this length
 LENGTH = "/length_"
 #: the scaled sum of the terms of the loss
 TOTAL = "loss/total_nats_per_token"
@@ -24,13 +24,15 @@ TOTAL = "loss/total_nats_per_token"
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric, and what is said about it.
+    """A metric, and its presentation in logs and reports.
 
-    key: with {0} and {1} for names. title: of its chart; metrics of the same title share a chart. unit: of a value.
-    explanation: a sentence. group: of charts in the report; "" for a metric without a chart.
-    side: the name of its curve, if the chart has several. reduction: from tokens, completions or calls to one value.
+    key: the key, with {0} and {1} for names. title: the title of its chart; metrics with one title share a chart.
+    unit: the unit of the values. explanation: a sentence about the metric.
+    group: the group of its chart in the report; "" for a metric without a chart.
+    side: the name of its curve, if the chart has several curves.
+    reduction: the function that reduces the values of tokens, completions or calls to one value.
     log: whether the axis is logarithmic if the values span a large range. percent: whether a value is a share.
-    figure: the format in the live line of a run; "" if it is not shown there.
+    figure: the format in the live line of a run; "" if the line does not show the metric.
     warn_above: a run may warn if the value is larger.
     """
 
@@ -61,9 +63,8 @@ def metric_table() -> tuple[Metric, ...]:
 
 @cache
 def matched(key: str) -> tuple[Metric, tuple[str, ...]] | None:
-    """The metric of a key and the names in the key; None if the table has no such metric.
-
-    A name before a slash contains no slash.
+    """The metric of a key and the names in the key; None if the table has no such metric. A name that is followed by
+    a slash contains no slash.
     """
     for metric in metric_table():
         pattern = re.sub(r"\\\{\d\\\}(?=/)", "([^/]+)", re.escape(metric.key))
@@ -73,6 +74,6 @@ def matched(key: str) -> tuple[Metric, tuple[str, ...]] | None:
 
 
 def known_metric(key: str) -> Metric:
-    """The metric of a key, with its names. If it is not in the table, its title is the key."""
+    """The metric of a key, with the names from the key. A metric that is not in the table has its key as title."""
     match = matched(key)
     return Metric(key, key, "", "") if match is None else match[0].named(*match[1])

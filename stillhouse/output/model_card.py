@@ -41,7 +41,8 @@ def model_card(
 ) -> str:
     """The text of README.md. Raises ValueError if data.json is malformed or the log does not match the checkpoint.
 
-    objective: in words. processes: the number of those that wrote the checkpoint. command, dtype: of the export.
+    objective: the objective in words. processes: the number of processes that wrote the checkpoint.
+    command, dtype: the command of the export, and the dtype of the exported weights.
     adapter: "" (the student has no adapter), "merged" or "alone".
     """
     student, train = config.student, config.train
@@ -92,7 +93,7 @@ def quoted_file(path: Path) -> dict[str, Any]:
 
 
 def _front_matter(student: StudentConfig, adapter: str) -> str:
-    path = cached_file(  # the card of the base model, if there is one
+    path = cached_file(  # the base model's card, if it has one
         student.model,
         "README.md",
         revision=student.revision,
@@ -127,12 +128,12 @@ def _sources(run: Path, student: StudentConfig, teachers: Mapping[str, TeacherCo
         rows.append((section.replace("teachers.", "teacher "), name, progress.models.get(section)))
     counts = quoted_file(run / "data.json")
     for name, mark in progress.data.items():
-        if name not in _SPLITS:  # the order of documents, and processors of media
+        if name not in _SPLITS:  # the other hashes are of the order of documents and of processors of media
             continue
         words, report = "documents not counted", counts.get(name)
         if isinstance(report, dict):
             pieces, tokens = report.get("documents"), report.get("tokens")
-            records = report.get("records", pieces)  # earlier folders of runs have no count of them
+            records = report.get("records", pieces)  # folders of earlier versions do not have this count
             if not isinstance(pieces, int) or not isinstance(tokens, int) or not isinstance(records, int):
                 unreadable = _UNREADABLE.format(run / "data.json")
                 raise ValueError(f"{unreadable}: expected numbers of documents and tokens")
@@ -144,7 +145,7 @@ def _sources(run: Path, student: StudentConfig, teachers: Mapping[str, TeacherCo
 
 
 def _results(run: Path, progress: Progress) -> str:
-    """The held-out metrics at the end and, from the log, before training. The log must match its hash."""
+    """A table of the held-out metrics at the end and, from the log, before training. The log must match its hash."""
     if not progress.metrics:
         return "The run had no held-out data."
     path = run / "metrics.jsonl"

@@ -18,7 +18,7 @@ from stillhouse.hashing import json_hash
 STATE = "state.json"
 PREFIX = "step-"
 _OWN_HASH = "sha256"
-#: what earlier versions wrote for keys that are refused now
+#: keys that earlier versions wrote, and that are ignored now
 _REMOVED = ("teacher_gradients", "gate")
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -32,13 +32,13 @@ class Progress:
     """The progress of a run. A run can resume only if `data`, `models` and `configuration` are unchanged.
 
     step, tokens, seconds: the steps done, the target tokens trained on, and the time spent.
-    metrics: the evaluation after this step, or empty.
-    data: a hash of each split's documents, and of what else decides them or an evaluation's prompts.
+    metrics: the results of the evaluation after this step; empty if there was none.
+    data: hashes of each split's documents, and of everything else that determines them or an evaluation's prompts.
     models: a hash of the tokenizer and of each model's files.
     configuration: a hash of the values that affect the weights.
     log_bytes, log_sha256: the length and the hash of metrics.jsonl.
     started_from: the checkpoint of another run that this run began with, if any.
-    functions, sources: the states of the user's functions as JSON, and the hashes of modules (`FunctionStates`).
+    functions, sources: the states of the user's functions as JSON, and hashes of source files (`FunctionStates`).
     """
 
     __pydantic_config__ = _STRICT
@@ -70,7 +70,7 @@ class State:
     """The content of state.json.
 
     files: the sha256 of every other file of the checkpoint, by relative path.
-    without_moments: parameters without optimizer state, because they never had a gradient.
+    without_moments: the parameters without optimizer state, because they never had a gradient.
     """
 
     __pydantic_config__ = _STRICT

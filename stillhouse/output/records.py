@@ -2,7 +2,7 @@
 
 timeline.jsonl: TimelineSpan  samples.jsonl: SampleRecord  eval_samples.jsonl: EvalSample  tokens.json: HeldOutTokens
 
-The keys in a file are the fields of its type, in their order. The report checks the values with
+The keys in a file are the fields of its type, in the same order. The report checks the values with
 `json_lines.validated`. The type of metrics.jsonl, whose keys differ between runs, is `MetricsLine`.
 """
 
@@ -16,7 +16,7 @@ Lane = Literal["rollout", "teacher", "trainer", "weights"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 #: the first word of `TimelineSpan.what` while the trainer waits
 WAIT = "wait"
-#: the number of characters that are kept: the last ones of a prompt, the first ones of a completion
+#: the number of characters that are kept of a prompt (its last ones) and of a completion (its first ones)
 CHARACTERS = 4000
 
 _LARGEST = 2**53  # all smaller integers are exact as floats
@@ -33,7 +33,7 @@ def _not_before_start(stop: float, span: ValidationInfo) -> float:
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """A span of work. step: the optimizer step to which it belongs. start, stop: seconds of the run."""
+    """A span of work. step: the optimizer step to which the work belongs. start, stop: in seconds of the run."""
 
     step: _Count
     lane: Lane
@@ -46,8 +46,8 @@ class TimelineSpan:
 class SampleToken:
     """One token of a completion.
 
-    divergence: between teacher and student, in nats; None if it was not computed.
-    version: of the weights that generated the token; None if the student did not generate it.
+    divergence: the divergence between teacher and student in nats; None if it was not computed.
+    version: the version of the weights that generated the token; None if the student did not generate the token.
     target: whether the student is trained on the token.
     """
 
@@ -61,9 +61,9 @@ class SampleToken:
 class SampleRecord:
     """A completion on which a step was trained.
 
-    length: in tokens; `tokens` may contain only the first of them. reward, advantage: None without a reward.
-    reward_parts: of a reward that is a weighted sum, the parts by their names, without their weights.
-    staleness: the number of optimizer steps after the weights that generated the completion.
+    length: the number of tokens; `tokens` may contain only the first ones. reward, advantage: None without a reward.
+    reward_parts: if the reward is a weighted sum, its parts by name, before they are multiplied by their weights.
+    staleness: the number of optimizer steps from the oldest weights that generated the completion to this step.
     prompt_source: the name of the prompt's source, if the run has several.
     """
 
@@ -82,7 +82,7 @@ class SampleRecord:
 
     @property
     def facts(self) -> list[str]:
-        """Facts about the completion in words: who has written it, its length and end, its reward and its weights."""
+        """Facts about the completion in words: its source, length, end and reward, and its weights' version."""
         ended = "ended by itself" if self.finish == "stop" else "cut at the limit"
         facts = [f"{self.source}'s", f"{self.length:,} tokens, {ended}"]
         if self.prompt_source is not None:
@@ -102,7 +102,7 @@ class SampleRecord:
 
 @dataclass(frozen=True)
 class HeldOutImage:
-    """An image of a held-out document. width, height: in pixels, before it was made the small JPEG `thumbnail`."""
+    """An image of a held-out document. width, height: its size in pixels. thumbnail: a reduced JPEG of the image."""
 
     width: _Count
     height: _Count
@@ -113,11 +113,11 @@ class HeldOutImage:
 class EvalSample:
     """The student's completion of a held-out prompt at one evaluation.
 
-    number: of the prompt among those of `key`, the key of the configuration that has them.
-    source: `file:line` of the document. reference: the completion in the document; None for a prompt alone.
+    key: the configuration's key for the prompts. number: the number of the prompt among these prompts.
+    source: `file:line` of the document. reference: the document's completion; None if it is only a prompt.
     tokens: the number of tokens of the full completion.
-    images: the first ones of the prompt. image_count: the number of all of them.
-    reward, reward_parts: of eval.prompts.reward, as in `SampleRecord`.
+    images: the first images of the prompt. image_count: the number of all its images.
+    reward, reward_parts: the results of eval.prompts.reward, as in `SampleRecord`.
     """
 
     step: NonNegativeInt
@@ -141,8 +141,8 @@ class TermAtToken:
 
     value: the term's value in nats.
     gradient: the norm of the gradient of scale · value with respect to the student's logits.
-    raises, lowers: the logits with the most negative and the most positive gradients (gradient descent raises and
-        lowers them), as (token text, absolute value), the largest first.
+    raises, lowers: the logits with the most negative and the most positive gradients, which gradient descent raises
+        and lowers, as pairs (token text, absolute value of the gradient), the largest first.
     """
 
     value: float
@@ -156,8 +156,8 @@ class Token:
     """One token of a held-out document, and the models' predictions for it.
 
     kl: KL(teacher ‖ student) in nats over the full vocabulary; None for a document's first token.
-    teacher, student: (token text, probability), most probable first.
-    terms: by name; empty if the token is not a target, and in files of earlier versions.
+    teacher, student: pairs (token text, probability), the most probable first.
+    terms: the terms of the objective by name; empty if the token is not a target, and in files of earlier versions.
     """
 
     text: str
@@ -170,9 +170,8 @@ class Token:
 
 @dataclass(frozen=True)
 class HeldOutDocument:
-    """source: `file:line`. tokens: only the first one of each run of placeholders of an image.
-
-    images: the first ones of the document. image_count: the number of all of them.
+    """A held-out document. source: `file:line`. tokens: the tokens, but only the first of consecutive placeholders of
+    an image. images: the first images of the document. image_count: the number of all its images.
     """
 
     source: str

@@ -18,18 +18,19 @@ from stillhouse.output.json_lines import LineFile
 from stillhouse.output.records import CHARACTERS, WAIT, Lane, SampleRecord, TimelineSpan
 
 TOKENS = 512  # the maximum number of tokens of a sample
-OTHER = "other work"  # the trainer's spans between those that have a name
+OTHER = "other work"  # the name of the trainer's time between its other spans
 SHORTEST_GAP = 1e-4  # seconds; the precision of timeline.jsonl
 
 
 class RolloutLog(AbstractContextManager["RolloutLog"]):
-    """Collects the spans of work, and writes timeline.jsonl and samples.jsonl; a context manager that closes them.
+    """Collects the spans of work and writes timeline.jsonl and samples.jsonl. As a context manager, closes the files.
 
     Spans may be added from several threads. The clock is the host's, so the time of a GPU's work belongs to the span
     that waits for the GPU.
 
-    folder: the run's folder. None (on all ranks except rank 0): nothing is written.
-    step: the step of the checkpoint from which the run resumes, or 0. seconds: returns the seconds of the run.
+    folder: the run's folder. If it is None (on all ranks except rank 0), nothing is written.
+    step: the step of the checkpoint from which the run resumes, or 0.
+    seconds: a function that returns the seconds of the run so far.
     """
 
     def __init__(self, folder: RunFolder | None = None, step: int = 0, seconds: Callable[[], float] = time.monotonic):
@@ -47,7 +48,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
                 self._unwritten.append(TimelineSpan(step, lane, what, round(start, 4), round(stop, 4)))
 
     def add_monotonic(self, step: int, lane: Lane, what: str, start: float, stop: float) -> None:
-        """As `add`, in seconds of `time.monotonic`."""
+        """Like `add`, but with the times of `time.monotonic`."""
         offset = self._seconds() - time.monotonic()
         self.add(step, lane, what, offset + start, offset + stop)
 
@@ -57,10 +58,11 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
 
     @contextmanager
     def trainer(self, what: str, step: int = 0, lane: Lane = "trainer", work: str = "") -> Iterator[None]:
-        """Add the time of the block to the trainer's current step, also if the work is for a later step. Only the
+        """Add the time of the block to the trainer's current step, even if the work is for a later step. Only the
         thread that trains may call this, and no block may be inside another one.
 
-        lane: add it to this lane, too, as `work` for the optimizer step `step`. work: "" for `what`.
+        lane: another lane that also gets the span, for the optimizer step `step`. work: the name of the span in that
+        lane; "" stands for `what`.
         """
         start = self._seconds()
         yield
@@ -71,10 +73,9 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
             self.add(step, lane, work or what, start, stop)
 
     def end_step(self) -> tuple[float, float]:
-        """End the trainer's step; return its seconds, and how many of them the trainer waited.
+        """End the trainer's step. Return its seconds, and the seconds of its spans whose `what` begins with "wait".
 
-        The trainer's other seconds become spans called `OTHER`, so that the spans of a step add up to its seconds.
-        It waited in the spans whose `what` begins with "wait".
+        The time between the spans becomes spans called `OTHER`, so that the spans of a step add up to its seconds.
         """
         stop, until = self._seconds(), self._began
         waited = sum(end - start for what, start, end in self._trainer if what.startswith(WAIT))
@@ -114,8 +115,8 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the files. If an error ended the run, the remaining spans are not written, so that an error of the
-        disk does not hide this error.
+        """Close the files. If an error ended the run, the remaining spans are not written, so that a disk error does
+        not hide the error of the run.
         """
         try:
             if kind is None:

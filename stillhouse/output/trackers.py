@@ -1,4 +1,4 @@
-"""The interface of trackers, which get the metrics of a run in addition to metrics.jsonl, and this project's own.
+"""The interface of trackers, which receive a run's metrics in addition to metrics.jsonl, and this project's trackers.
 
 A tracker reads the environment variables of its library, such as WANDB_MODE, MLFLOW_TRACKING_URI and TRACKIO_DIR.
 """
@@ -14,22 +14,22 @@ from typing import Any, ClassVar, Protocol
 
 from stillhouse.libraries import imported, reading
 
-#: the longest time that a run waits at its end for wandb; `wandb sync` can send the rest later
+#: the maximum number of seconds that a run waits for wandb at its end; `wandb sync` can send the rest later
 WANDB_SECONDS = 120.0
-#: give up after 90 s if a server does not answer; mlflow's default is 16 minutes, longer than a job waits for a rank
+#: give up after 90 s if a server does not answer: mlflow's default, 16 minutes, is longer than a job waits for a rank
 _MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3"}
-#: the characters of a parameter that all versions of mlflow can store, and the parameters of a request
+#: the maximum characters of a parameter in all versions of mlflow, and the maximum parameters of a request
 _MLFLOW_LONGEST, _MLFLOW_BATCH = 500, 100
 
 
 @dataclass
 class TrackedRun:
-    """A run as its trackers know it.
+    """The description of a run for a tracker.
 
     name: the name of the run's folder. id: distinguishes runs whose folders have the same name.
     values: the configuration by dotted keys.
     step: the step from which the run resumes; 0 for a new run.
-    own_id: the run's id in this tracker, which the tracker sets if it has one. A resumed run gets it again.
+    own_id: the run's id in this tracker. The tracker may set it, and gets the same id when the run is resumed.
     """
 
     folder: Path
@@ -41,12 +41,12 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A run in one tracker, which an entry of the group `stillhouse.trackers` refers to.
+    """A run in one tracker. The entry points of the group `stillhouse.trackers` refer to such classes.
 
-    library: the module that must be installed. The tracker's own module imports it only when a run is opened.
-    in_folder: whether the tracker writes files of the run's folder only. It then gets all values of repeated steps
-        again, and an error ends the run. All other trackers get each finite value of a step once; if one fails, a
-        warning is printed and the run continues without it.
+    library: the name of the module that must be installed. It must not be imported before a run is opened.
+    in_folder: whether the tracker writes only to the run's folder. Such a tracker gets all values of repeated steps
+        again, and an error ends the run. Any other tracker gets each finite value of a step once. If it fails, a
+        warning is printed, and the run continues without this tracker.
     """
 
     library: ClassVar[str]
@@ -58,11 +58,11 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self, *, complete: bool) -> None:
-        """complete: whether the run ended without an error or a signal."""
+        """End the run in the tracker. complete: whether the run ended without an error or a signal."""
 
 
 class TensorBoard(Tracker):
-    """In the folder `tensorboard` of the run."""
+    """Writes to the folder `tensorboard` in the run's folder."""
 
     library = "tensorboard"
     in_folder = True
@@ -96,13 +96,13 @@ class Wandb(Tracker):
                 project=os.environ.get("WANDB_PROJECT", "stillhouse"),
                 name=os.environ.get("WANDB_NAME", run.name),
                 id=run.id,
-                # offline, wandb cannot look up the run, so a later process only reuses the id
+                # offline, wandb cannot look up the run, so a resumed run can only reuse the id
                 resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
                 dir=os.environ.get("WANDB_DIR", str(run.folder)),
                 config=dict(run.values),
                 settings=wandb.Settings(
                     console=os.environ.get("WANDB_CONSOLE", "off"),
-                    # by default wandb waits for ever if a server does not answer, and the model would not be written
+                    # by default, wandb waits for ever if a server does not answer; the model would never be written
                     finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", WANDB_SECONDS)),
                     finish_timeout_raises=True,
                 ),
@@ -116,7 +116,7 @@ class Wandb(Tracker):
 
 
 class Trackio(Tracker):
-    """The project is that of the variable TRACKIO_PROJECT."""
+    """The environment variable TRACKIO_PROJECT names the project."""
 
     library = "trackio"
 
@@ -125,7 +125,7 @@ class Trackio(Tracker):
         with reading("track: trackio cannot start a run", library="trackio"):
             self._run = trackio.init(
                 project=os.environ.get("TRACKIO_PROJECT", "stillhouse"),
-                name=f"{run.name}-{run.id}",  # trackio identifies runs by name, so the name has the id
+                name=f"{run.name}-{run.id}",  # trackio identifies runs by name, so the name contains the id
                 config=dict(run.values),
                 resume="allow",
                 embed=False,
@@ -172,5 +172,5 @@ class Mlflow(Tracker):
         self._client.set_terminated(self._id, status="FINISHED" if complete else "FAILED")
 
 
-#: mlflow allows letters, digits and `_-. :/` in names: `loss/jsd(0.5)` becomes `loss/jsd_0.5_`
+#: mlflow allows only letters, digits and `_-. :/` in names: `loss/jsd(0.5)` becomes `loss/jsd_0.5_`
 _allowed = partial(re.compile(r"[^\w\-. :/]").sub, "_")

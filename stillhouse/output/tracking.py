@@ -26,11 +26,11 @@ FILE = "trackers.json"
 
 
 class TrackerState(BaseModel):
-    """name, id: see `TrackedRun`. In a copy of the folder under another name, the name is that of the original.
+    """name, id: see `TrackedRun`. A copy of the folder under another name still has the original folder's name here.
     active: the trackers to which the lines of metrics.jsonl are being sent.
-    sent: for each tracker and metric, the last step that was sent, unless metrics.jsonl still contains it.
+    sent: for each tracker and metric, the last step that was sent, unless metrics.jsonl still contains this step.
 
-    All further keys are names of trackers, each with the tracker's own id of the run.
+    Every other key is the name of a tracker, and its value is the id that this tracker gave to the run.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -43,7 +43,7 @@ class TrackerState(BaseModel):
 
     @classmethod
     def open(cls, folder: RunFolder, log_bytes: int) -> Self:
-        """The state of a run that resumes after the first `log_bytes` bytes of its metrics.jsonl. `active` is empty.
+        """The state of a run that resumes after `log_bytes` bytes of its metrics.jsonl, with no tracker active.
 
         Raises ValueError if trackers.json or metrics.jsonl is damaged, or if trackers.json is of another folder.
         """
@@ -60,7 +60,7 @@ class TrackerState(BaseModel):
         # the last step of each metric in the lines of metrics.jsonl that will be removed
         steps: dict[str, int] = {}
         content = folder.metrics.read_bytes()[log_bytes:] if folder.metrics.is_file() else b""
-        for raw in content.split(b"\n")[:-1]:  # a line is sent after it has been written: not an incomplete last one
+        for raw in content.split(b"\n")[:-1]:  # not an incomplete last line, because lines are sent only when written
             try:
                 line = parse_metrics(raw, "")
             except ValueError as error:
@@ -73,7 +73,7 @@ class TrackerState(BaseModel):
 
 
 class Trackers:
-    """The trackers of a run. warn: prints a warning."""
+    """The trackers of a run. warn: a function that prints a warning."""
 
     def __init__(
         self, folder: RunFolder, trackers: dict[str, Tracker], state: TrackerState, warn: Callable[[str], None]
@@ -120,7 +120,7 @@ def require_trackers(track: Sequence[str]) -> None:
     for name in track:
         library = load("stillhouse.trackers", name).library
         spec = importlib.util.find_spec(library)
-        if spec is None or spec.origin is None:  # no origin: only a folder of this name, for example wandb's
+        if spec is None or spec.origin is None:  # without an origin, it is only a folder with this name
             raise ConfigError("track", f"{library} is not installed; pip install 'stillhouse[{name}]'")
 
 
@@ -133,8 +133,8 @@ def open_trackers(
 ) -> Trackers:
     """Open the trackers. Call this before lines are removed from metrics.jsonl.
 
-    progress: of the checkpoint from which the run resumes. values: the configuration by dotted keys.
-    Raises ValueError if a tracker cannot be started or used, or if trackers.json is damaged or of another run.
+    progress: the progress at which the run resumes. values: the configuration by dotted keys.
+    Raises ValueError if a tracker cannot be started or used, or if trackers.json is damaged or another run's.
     """
     kinds = {name: load("stillhouse.trackers", name) for name in dict.fromkeys(track)}
     for name, kind in kinds.items():
@@ -144,7 +144,7 @@ def open_trackers(
     sending = [name for name, kind in kinds.items() if not kind.in_folder]
     keeps_state, path = bool(sending), folder.path / FILE
     if not keeps_state and path.exists():
-        with suppress(ValidationError):  # a valid file that was not copied from another run's folder
+        with suppress(ValidationError):  # a damaged file counts as another run's, which is not continued
             keeps_state = TrackerState.model_validate_json(path.read_bytes()).name == folder.path.resolve().name
     state = TrackerState.open(folder, progress.log_bytes) if keeps_state else TrackerState(name=folder.path.name)
     own_ids, trackers = state.__pydantic_extra__, dict[str, Tracker]()
@@ -161,7 +161,7 @@ def open_trackers(
         state.active = sending
     finally:
         if keeps_state:
-            # also if a tracker fails to start, so that the next process continues the other runs
+            # even if a tracker fails to start, so that the next process continues the runs in the other trackers
             folder.write_text(FILE, state.model_dump_json(indent=1))
     return Trackers(folder, trackers, state, warn)
 

@@ -1,1 +1,1 @@
-"""The dry run of a job on devices that are not there. `rank_step.py` has one rank, the other files what it needs."""
+"""The dry run of a job on devices that do not exist here. `rank_step.py` runs the steps of one rank."""

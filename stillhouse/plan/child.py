@@ -2,10 +2,10 @@
 
     {"kind": "whole", "config": …, "ranks": 64, "rank": 0, "gpus_per_node": 8, "device": "h100", …}
 
-An answer is that of the function of `dry_run.py` with the kind's name, or {"error": …, "key": …} for an error that
-the user can fix. The process also compiles and loads `hooks.cpp`, which lets torch run autograd on fake CUDA tensors
-without a GPU. Torch keeps the first hooks that it uses, so they are loaded before torch is imported, but after the
-libraries of a build with CUDA, which have hooks of their own. So this file imports everything else later.
+An answer is the result of the function of `dry_run.py` with the kind's name, or {"error": …, "key": …} for an error
+that the user can fix. The process also compiles and loads `hooks.cpp`, which lets torch run autograd on fake
+CUDA tensors without a GPU. Torch keeps the first hooks that it uses. They are loaded before torch is imported, but
+after the libraries of a CUDA build, which contain other hooks. Therefore this file imports everything else later.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
 def load_hooks() -> None:
     """Load the hooks into this process. They are compiled once for the installed torch, in the user's cache folder.
 
-    Raises ValueError if torch is loaded already, if there is no C++ compiler, or if it fails.
+    Raises ValueError if torch is loaded already, if there is no C++ compiler, or if the compiler fails.
     """
     if "torch" in sys.modules:
         raise ValueError("torch is loaded already: expected a process in which the hooks are loaded first")
@@ -82,7 +82,7 @@ def load_hooks() -> None:
 
 
 if __name__ == "__main__":
-    # the answers are the only text on stdout, whatever libraries print
+    # libraries print to stderr, so that stdout has only the answers
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)

@@ -24,7 +24,7 @@ _WIDTH = 18
 @click.command()
 @configured
 @click.option(
-    "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes of the job, one a GPU."
+    "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes of the job, one per GPU."
 )
 @click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True, help="GPUs of a machine.")
 @click.option("--device", default="h100", show_default=True, help="rtx4090, a100, h100, h200 or b200.")
@@ -48,12 +48,12 @@ def plan(
     as_json: bool,
     **flags: str | None,
 ) -> None:
-    """Plan a job on GPUs that are not here.
+    """Plan a job on GPUs that this machine does not have.
 
     Runs a step of the first, an inner and the last pipeline stage with tensors that have no values, in processes
-    without a GPU. Prints their memory, kernels, messages and waits, and a predicted time. Needs neither data nor
-    weights: only the models' config.json. The exit code is 2 if the job does not fit. Of an on-policy run, only the
-    training step is planned.
+    without a GPU. Prints the memory, kernels, messages and waits of each stage, and a predicted time. Needs only the
+    models' config.json, and neither data nor weights. The exit code is 2 if the job does not fit. For an on-policy
+    run, only the training step is planned.
 
     \b
     stillhouse plan run.yaml --ranks 64
@@ -140,7 +140,7 @@ def _messages_and_waits(ranks: Sequence["RankCounts"]) -> Iterator[str]:
     yield _cells("waits of the host", [str(sum(rank.waits.values())) for rank in ranks])
     places: Counter[str] = Counter()
     for rank in ranks:
-        places |= Counter(rank.waits) | Counter(rank.pageable)  # the largest count of a rank
+        places |= Counter(rank.waits) | Counter(rank.pageable)  # for each place, the largest count of a rank
     yield from (f"  {count} × {escaped(place)}" for place, count in places.items())
 
 
@@ -155,7 +155,7 @@ def does_not_fit(plan: "Plan") -> str:
 
 
 def fit_lines(plans: Sequence["Plan"]) -> Iterator[str]:
-    """Return the lines of several plans with the overrides that give them, the best first."""
+    """Return the lines of several plans, the best first, with the overrides of each plan."""
     yield f"{'s per step':>10}{'tokens/s':>12}{'MFU':>6}{'peak memory':>14}{'bound by':>11}  overrides"
     for plan in plans:
         prediction = plan.prediction
@@ -167,7 +167,7 @@ def fit_lines(plans: Sequence["Plan"]) -> Iterator[str]:
 
 
 def two_digits(value: float) -> str:
-    """Return a number with two significant digits, because a prediction has no more."""
+    """Return a number with two significant digits, because a prediction is not more precise."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     rounded = float(f"{value:.1e}")

@@ -23,7 +23,7 @@ movedim narrow permute record_stream reshape resize_ select set_ slice split spl
 transpose unbind unflatten unfold unsqueeze view view_as _version"""
 _ALLOCATIONS = "empty empty_like empty_permuted empty_strided new_empty new_empty_strided"
 _WITHOUT_KERNEL = frozenset([*_VIEWS.split(), *_ALLOCATIONS.split()])
-#: operations that read values of a tensor on the host, or whose result has a size that depends on values
+#: operations that read a tensor's values on the host, or whose result's size depends on values
 _READS = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "unique_dim"))
 _PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "mm"))
 #: variable-length attention, whose operations depend on the lengths of the documents
@@ -34,16 +34,16 @@ _COPIES = frozenset(("_to_copy", "copy_"))
 
 @dataclass
 class StepCounts:
-    """What was counted.
+    """The counts of a step.
 
-    kernels: launches, by operation. launches: by the purpose of their block (`DeviceCounts.labelled`).
-    waits: how often the host waits for the device, by the place in the code.
-    pageable: copies that are asked not to block, but wait because the host's memory is not pinned, by place.
+    kernels: kernel launches by operation. launches: kernel launches by purpose (`DeviceCounts.labelled`).
+    waits: the number of times that the host waits for the device, by place in the code.
+    pageable: the number of copies that should not block, but wait because the host's memory is not pinned, by place.
     products: floating-point operations of matrix products and attention, by dtype.
-    traffic: bytes that all other kernels read and write.
-    messages, sent: number and bytes (of the largest tensor of a rank) of collectives and messages, by group and
-        operation.
-    peak: bytes at the largest use of the device's memory, by their purpose.
+    traffic: the bytes that all other kernels read and write.
+    messages, sent: the number of collectives and point-to-point messages by group and operation, and their bytes. The
+        bytes of a message are the size of its largest tensor on this rank.
+    peak: the bytes at the time of the largest use of the device's memory, by purpose.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
@@ -58,7 +58,7 @@ class StepCounts:
 
 
 class DeviceCounts(TorchDispatchMode):
-    """Counts operations on fake CUDA tensors. To be entered within the `FakeTensorMode` of these tensors.
+    """Counts operations on fake CUDA tensors. Enter it within the `FakeTensorMode` of these tensors.
 
     document_tokens: the length of a document, for the operations of attention.
     axes: the axes of the mesh, by the names of their process groups.
@@ -76,7 +76,7 @@ class DeviceCounts(TorchDispatchMode):
         self.counts = StepCounts()
 
     def restart(self) -> StepCounts:
-        """Begin to count anew; returns the earlier counts. The memory in use stays counted."""
+        """Start new counts and return the earlier counts. The new counts include the memory in use."""
         before, self.counts = self.counts, StepCounts(peak=dict(self.now))
         self._largest = self._total
         return before
@@ -112,13 +112,13 @@ class DeviceCounts(TorchDispatchMode):
         if name == "_local_scalar_dense" and isinstance(inputs[0], FakeTensor):
             if _is_on_device(inputs[0]):
                 self._wait(name)
-            # a float is not 0, because Adam on the CPU divides by a power of its step
+            # floats are 1, because Adam on the CPU would divide by 0 if its step were 0
             dtype = inputs[0].dtype
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
         self._count_wait(name, args, options, inputs)
         if name == "_pin_memory":
             outputs: Any = torch.empty_like(inputs[0])
-        elif name == "_grouped_mm":  # fake CUDA tensors have it for bfloat16 alone
+        elif name == "_grouped_mm":  # fake CUDA tensors support it only in bfloat16
             left, right, *others = args
             outputs = operation(left.to(torch.bfloat16), right.to(torch.bfloat16), *others, **options).to(left.dtype)
         elif name in ("addmm", "mm") and operation._overloadname in ("dtype", "dtype_out"):
@@ -141,13 +141,13 @@ class DeviceCounts(TorchDispatchMode):
         return outputs
 
     def _is_counted(self, tensor: Tensor) -> bool:
-        # DTensor works out shapes with full tensors in a mode of its own
+        # not the full tensors of another mode, with which DTensor computes shapes
         return not isinstance(tensor, FakeTensor) or tensor.fake_mode is self._mode
 
     def _count_kernel(
         self, operation: Any, name: str, args: Any, options: Any, outputs: Any, tensors: Sequence[Tensor]
     ) -> None:
-        """Count a launch with the operations of a matrix product or of attention, or else with its bytes."""
+        """Count a launch, and the operations of a matrix product or of attention, or the bytes of another kernel."""
         if not all(self._is_counted(tensor) for tensor in tensors):
             return
         self.counts.kernels[name] += 1
@@ -157,7 +157,7 @@ class DeviceCounts(TorchDispatchMode):
         if name in _PRODUCTS:
             operations = 2 * operands[-2].numel() * operand.shape[-1]
         elif name in _ATTENTION:
-            passes = 2.5 if "backward" in name else 1.0  # backward computes five products for the two of forward
+            passes = 2.5 if "backward" in name else 1.0  # backward has five products and forward has two
             operand = args[1] if "backward" in name else args[0]  # the queries [T, H, D]
             # a token sees half of its document on average
             operations = int(passes * 2 * operand.numel() * self._document_tokens)
@@ -172,11 +172,11 @@ class DeviceCounts(TorchDispatchMode):
     def _count_wait(
         self, name: str, args: Sequence[Any], options: Mapping[str, Any], inputs: Sequence[Tensor]
     ) -> None:
-        # a mask with a single value is filled without a list of its elements
+        # to assign a single value to the elements of a mask, torch needs no list of these elements
         is_masked = (name == "index" or (name in ("index_put", "index_put_") and args[2].numel() > 1)) and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
-        # CUDA has a kernel for bfloat16 alone; otherwise the host reads where groups end, and launches their products
+        # CUDA has a kernel only for bfloat16; otherwise the host reads where groups end, and launches their products
         is_looped = name == "_grouped_mm" and inputs[0].dtype != torch.bfloat16
         if (name in _READS or is_masked or is_looped) and any(map(_is_on_device, inputs)):
             self._wait(name)
@@ -200,7 +200,7 @@ class DeviceCounts(TorchDispatchMode):
         groups: dict[str, ProcessGroup] = {name: group for group, name in distributed_c10d._world.pg_names.items()}
         axis = "all"
         for leaf in tree_leaves(args):
-            group = groups.get(leaf) if isinstance(leaf, str) else None  # other texts are kinds of reductions
+            group = groups.get(leaf) if isinstance(leaf, str) else None  # other strings are kinds of reductions
             if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
                 group = ProcessGroup.unbox(leaf)
             if group is not None:
@@ -232,7 +232,7 @@ class DeviceCounts(TorchDispatchMode):
         self._total -= size
 
     def __enter__(self) -> Self:
-        # FSDP frees and allocates gathered weights by resizing their storage, which no dispatch mode sees
+        # FSDP frees and allocates gathered weights by resizing their storage; no dispatch mode sees this
         self._resize_storage = resize = torch.UntypedStorage.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> None:
@@ -249,11 +249,11 @@ class DeviceCounts(TorchDispatchMode):
 
 
 def _is_on_device(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"  # a fake tensor dispatches an operation to answer `is_cuda`
+    return tensor.device.type == "cuda"  # not `is_cuda`, for which a fake tensor dispatches an operation
 
 
 def _place() -> str:
-    """Return the innermost function of this package on the stack, without the dry run; else one of transformers."""
+    """Return the innermost function on the stack of this package except `plan/`, or else of transformers."""
     frame, other = sys._getframe(1), None
     while frame is not None:
         file, function = frame.f_code.co_filename, frame.f_code.co_name

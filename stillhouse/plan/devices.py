@@ -1,4 +1,4 @@
-"""The devices that a plan knows: what their makers say, and which share of it this package's kernels reach.
+"""The devices that a plan knows: their makers' figures, and the shares of these that this package's kernels reach.
 
 Peaks, bandwidths and memory are those of the SXM modules and of the RTX 4090 (with sums in float32). The shares were
 measured on one H100 (`docs/gpu.md`) and are assumed for the other devices.
@@ -14,10 +14,10 @@ GIB = 2**30
 class Device:
     """A device, in bytes, seconds and floating-point operations.
 
-    capability, multiprocessors: as torch reports them. memory: what torch reports as the total.
+    capability, multiprocessors, memory: the values that torch reports; `memory` is the total memory.
     bfloat16, float32: the peak of dense matrix products, in operations per second.
-    bandwidth: of the memory. nvlink: to the devices of the same machine, in each direction, or PCI Express.
-    network: of one device's share of the network, in each direction.
+    bandwidth: the bandwidth of the memory. nvlink: the bandwidth of NVLink or PCI Express, in each direction.
+    network: the bandwidth of one device's share of the network, in each direction.
     """
 
     title: str
@@ -32,11 +32,11 @@ class Device:
 
     @property
     def usable(self) -> int:
-        """The memory for tensors."""
+        """The bytes of memory for tensors."""
         return self.memory - RESERVED
 
     def properties(self) -> SimpleNamespace:
-        """What `torch.cuda.get_device_properties` would return."""
+        """The result that `torch.cuda.get_device_properties` would have."""
         shared = 233472 if self.capability >= (9, 0) else 102400 if self.capability == (8, 9) else 167936
         return SimpleNamespace(
             name=f"NVIDIA {self.title}",
@@ -62,15 +62,15 @@ DEVICES = {
     "b200": Device("B200 180 GB", (10, 0), 148, int(178.3 * GIB), 2250e12, 75e12, 8.0e12, 900e9, 50e9),
 }
 
-#: CUDA's context, NCCL's buffers, and memory between tensors that is too small for one
+#: the memory of CUDA's context, of NCCL's buffers, and of gaps that are too small for a tensor
 RESERVED = 3 * GIB
 #: the share of the peak that large products in bfloat16 reach: 790 of 989 TFLOP/s on an H100
 PRODUCTS = 0.80
 #: the share of the memory's bandwidth that all other kernels of a step reach, from one profile of a step
 TRAFFIC = 0.64
-#: the share of the links' bandwidth that collectives of many megabytes reach. Assumed
+#: the share of the links' bandwidth that collectives of many megabytes reach (assumed)
 LINKS = 0.80
-#: seconds in which the host launches a kernel. Assumed
+#: seconds that the host needs to launch a kernel (assumed)
 LAUNCH = 8e-6
-#: seconds before the first byte of a message arrives, within a machine and between machines. Assumed
+#: seconds before the first byte of a message arrives, within a machine and between machines (assumed)
 LATENCY, NETWORK_LATENCY = 15e-6, 30e-6

@@ -1,8 +1,8 @@
 """The dry run of one rank in this process: the answers to the jobs of `child.py`, by kind.
 
-`estimated` runs no step of all layers, but one with one layer of each model on a stage, one with a second layer of
-the student, and one with a second layer of the teacher. All counts are linear in the numbers of layers, memory as
-long as its peak is at the same moment of the step. The layers of a model must be alike.
+`estimated` runs three short steps in place of a step with all layers: with one layer of each model on a stage, with a
+second layer of the student, and with a second layer of the teacher. All counts are linear in the numbers of layers;
+memory is linear if its peak is at the same time of the step. The layers of a model must be equal.
 """
 
 import json
@@ -30,7 +30,7 @@ from stillhouse.plan.rank_step import PlannedRank, rank_steps
 from stillhouse.run.preflight import require_adapters
 from stillhouse.run.setup import configured_layout, require_sharing
 
-#: the counts with several values
+#: the counts that are mappings
 _MAPS = ("waits", "pageable", "products", "messages", "sent", "peak")
 #: the number of layers on a stage in the short steps: (student, teacher)
 _SIZES = {"base": (1, 1), "student": (2, 1), "teacher": (1, 2)}
@@ -55,7 +55,7 @@ def planned(job: Mapping[str, Any]) -> PlannedRank:
             )
     if config.student.adapter is not None:
         require_adapters(config.student)
-        imported("peft", "student.adapter")  # with bitsandbytes, which asks torch for CUDA when it is imported
+        imported("peft", "student.adapter")  # this also imports bitsandbytes, which asks torch for CUDA
     return result
 
 
@@ -66,7 +66,7 @@ def whole(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shapes(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shapes of both models, by section: `Cost`, and the width. Raises ConfigError if layers differ."""
+    """Return the fields of `Cost` and the width of each model by section. Raises ConfigError if layers differ."""
     answer = {}
     for section, model in planned(job).models.items():
         decoder = empty_decoder(model)
@@ -75,7 +75,7 @@ def shapes(job: Mapping[str, Any]) -> dict[str, Any]:
         if len(forms) > 1 or len(set(getattr(decoder.config, "layer_types", None) or ())) > 1:
             raise ConfigError(
                 f"{section}.model",
-                "its layers differ, and --fit counts a few of them: expected a plan of single layouts",
+                "its layers differ, and --fit runs only a few of them: expected a plan without --fit",
             )
         cost = cost_of(decoder, 3 if section == "student" else 1)
         elements = sum(weight.numel() for weight in layers[0].parameters())
@@ -89,9 +89,8 @@ def parts(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counts of a rank with all layers, from the three short steps.
-
-    Raises the errors of a run whose models do not fit their layout.
+    """Return the counts of a rank with all layers, from the three short steps. Raises the errors of a run whose
+    models do not fit their layout.
     """
     rank = planned(job)
     layout, pipeline = rank.layout, rank.layout.degrees.pipeline
@@ -109,7 +108,7 @@ def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
     further = [(student, steps["student"]), (teacher, steps["teacher"])]
 
     def total(before: Any, others: list[Any]) -> Any:
-        """Return a count, and for each further step so many times what it counts more."""
+        """Extrapolate a count: add the increase of each further step, times the number of its further layers."""
         if isinstance(before, Mapping):
             keys = dict.fromkeys(key for counts in (before, *others) for key in counts)
             return {key: total(before.get(key, 0), [other.get(key, 0) for other in others]) for key in keys}
@@ -121,12 +120,12 @@ def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counted(planned: PlannedRank, model_operations: float = 0.0) -> RankCounts:
-    """Run a step of the rank. model_operations: for each token."""
+    """Run a step of the rank. model_operations: the number of operations for each token."""
     config, layout = planned.config, planned.layout
     data, rows = layout.degrees.data, max(1, config.train.tokens_per_step // config.data.max_tokens)
     schedule = make_step_schedule(config.train, rows, config.data.max_tokens, data, layout.stages)
     rows_of_all = schedule.rows_per_micro_batch * data
-    # what is done in a first step alone is not counted; it has as few micro-batches as there are stages
+    # the first step does some work only once, so it is not counted; it has one micro-batch for each stage
     step_rows = [min(rows, rows_of_all * layout.stages), rows]
     tokens = [count * config.data.max_tokens for count in step_rows]
     _, counts = rank_steps(planned, DEVICES[planned.device].properties(), tokens)
@@ -152,7 +151,7 @@ def _short_steps(planned: PlannedRank) -> dict[str, RankCounts]:
 
 
 def _short_step(planned: PlannedRank, student: int, teacher: int) -> RankCounts:
-    """Run a step of models that have so many layers on each stage."""
+    """Run a step of models that have these numbers of layers on each stage."""
     config, stages = planned.config, planned.layout.stages
 
     def even(count: int, student_cost: Cost, teacher_cost: Cost | None) -> list[Stage]:
@@ -174,8 +173,8 @@ def _short_step(planned: PlannedRank, student: int, teacher: int) -> RankCounts:
 def _write_short_model(model: str, folder: Path, layers: int) -> None:
     """Write the configuration of a model with fewer layers."""
     values = json.loads((Path(model) / "config.json").read_text())
-    values["tie_word_embeddings"] = empty_decoder(model).tied  # the files may have another head than the embedding
-    language = values.get("text_config", values)  # beside that of a vision tower
+    values["tie_word_embeddings"] = empty_decoder(model).tied  # the files may have an untied head
+    language = values.get("text_config", values)  # next to the values of a vision tower
     for key, value in language.items():
         if isinstance(value, list) and key.endswith("layer_types"):
             language[key] = [value[0]] * layers

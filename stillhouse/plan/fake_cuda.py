@@ -1,8 +1,8 @@
-"""A CUDA device without a GPU: what torch answers about the device, and its kernels, while all tensors are fake.
+"""A CUDA device without a GPU: torch's answers about the device, and its kernels, while all tensors are fake.
 
 All changes to torch that a dry run needs are in this file, with their reasons; `child.py` loads the part in C++. In
-place of each kernel of Triton or torch.compile, `torch.ops.stillhouse.kernel` is called with the tensors that it
-reads and writes, so that a dispatch mode sees one launch.
+place of each kernel of Triton or torch.compile, `torch.ops.stillhouse.kernel` is called with the tensors that the
+kernel reads and writes, so that a dispatch mode sees one launch.
 """
 
 import sys
@@ -36,7 +36,7 @@ _OFFSETS = "_compute_local_shape_and_global_offset"
 
 
 class FakeCudaMode(FakeTensorMode):
-    """Makes every new tensor fake. Without this property, torch moves constants to the device that is not there."""
+    """Makes every new tensor fake. Without the attribute below, torch would move constants to the missing device."""
 
     avoid_device_init = True
 
@@ -48,7 +48,7 @@ class FakeCudaMode(FakeTensorMode):
 def fake_cuda(properties: SimpleNamespace) -> Iterator[None]:
     """Within the block, `torch.cuda` describes devices with these properties. Nothing runs on them.
 
-    properties: what `torch.cuda.get_device_properties` returns.
+    properties: the result of `torch.cuda.get_device_properties`.
     """
     with ExitStack() as stack:
         stack.enter_context(dry_run(ANSWERS))
@@ -62,7 +62,7 @@ def fake_cuda(properties: SimpleNamespace) -> Iterator[None]:
 
 
 def _replacements(properties: SimpleNamespace) -> list[tuple[Any, str, Any]]:
-    """Functions of torch that ask the driver, or read values of tensors which have none under `FakeTensorMode`."""
+    """Replacements for functions of torch that ask the driver, or that read values, which fake tensors lack."""
     capability, random_state = (properties.major, properties.minor), torch.zeros(16, dtype=torch.uint8)
     answers = {
         "is_available": lambda: True,
@@ -91,25 +91,25 @@ def _replacements(properties: SimpleNamespace) -> list[tuple[Any, str, Any]]:
     real = unset_fake_temporarily()
     replacements: list[tuple[Any, str, Any]] = [
         *((torch.cuda, name, answer) for name, answer in answers.items()),
-        # packages for CUDA look for it when they are imported
+        # packages for CUDA look for this function when they are imported
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
-        # a fake tensor keeps its device in an attribute, which another `data` would not change
+        # a fake tensor keeps its device in an attribute, which must follow an assignment of `data`
         (FakeTensor, "data", property(_DATA.__get__, _set_data)),
         # torch.autocast and the gradient scaler ask whether CUDA exists in this build of torch
         (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        # they compute with small tensors of ranks that they make themselves, and read the results
+        # these functions create small tensors of rank numbers, compute with them, and read the results
         (tensor_utils, _OFFSETS, real(getattr(tensor_utils, _OFFSETS))),
         (DeviceMesh, "_concatenate", staticmethod(real(DeviceMesh._concatenate))),
         (DeviceMesh, "__getitem__", real(DeviceMesh.__getitem__)),
-        # it works out the shapes of an operation by calling it once on full tensors, which would count as kernels
+        # this method computes shapes by calling an operation once on full tensors, which would count as a kernel
         (ShardingPropagator, _SHAPES, real(getattr(ShardingPropagator, _SHAPES))),
-        # the first fake tensor starts the device otherwise
+        # otherwise, the first fake tensor starts the device
         (fake_tensor, "init_gpu_context", _nothing),
-        # a list of fake numbers is read one by one otherwise, which would count as many waits as numbers
+        # otherwise, each number of a fake tensor is read separately, and counts as a wait
         (FakeTensor, "tolist", _list),
     ]
     if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # from torch 2.12 on
-        # the stages exchange whether they need gradients; those of a training step do
+        # the stages ask each other whether they need gradients; in a training step they do
         replacements.append((schedules._PipelineSchedule, "_warmup_p2p", _stages_with_gradients))
     return replacements
 
@@ -125,9 +125,8 @@ def _stages_with_gradients(schedule: Any, stages: list[Any], has_backward: bool,
 
 
 def _list(tensor: Tensor) -> Any:
-    """Return zeros in the shape of the tensor, after one copy to the host.
-
-    The numbers of tokens that transformers sends to the experts of other processes are equal instead of 0.
+    """Return zeros in the shape of the tensor, after one copy to the host. The numbers of tokens that transformers
+    sends to the experts of other processes are equal and not 0.
     """
     host, value = tensor.cpu(), 0
     caller = sys._getframe(1)
@@ -165,9 +164,9 @@ class _Stream(torch.cpu.Stream):
 
 @torch.library.custom_op("stillhouse::kernel", mutates_args=["written"])
 def fake_kernel(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-    """Stand in for one launch of a kernel. A tensor that the kernel reads and overwrites is in `written` alone."""
+    """Stand in for one launch of a kernel. A tensor that the kernel reads and overwrites is only in `written`."""
     raise NotImplementedError(
-        f"the kernel {name} on real tensors: expected fake tensors, of which nothing is computed"
+        f"the kernel {name} on real tensors: expected fake tensors, because nothing is computed"
     )
 
 
@@ -177,10 +176,10 @@ fake_kernel.register_fake(_nothing)
 def call_as_one_kernel(
     function: Callable[..., Any], plan: Any, *arguments: Any, partly: Sequence[Tensor] = ()
 ) -> Any:
-    """Return the results of function(plan, *arguments): fake tensors, allocated here and written by one kernel.
+    """Return the results of function(plan, *arguments) as fake tensors, allocated here and written by one kernel.
 
-    arguments: fake tensors and lists of them. partly: those of which it reads a few columns only, so that they are
-    not among the tensors that the kernel reads.
+    arguments: fake tensors and lists of fake tensors. partly: the tensors of which the function reads only a few
+    columns; the kernel does not count as a reader of these tensors.
     """
     tensors = tensors_of(arguments)
     shapes = [_mapped(Tensor, _Shape.of, tuple(entry) if isinstance(entry, list) else entry) for entry in arguments]
@@ -200,7 +199,7 @@ def call_as_one_kernel(
 
 @dataclass(frozen=True)
 class _Shape:
-    """What `torch.empty_strided` needs of a tensor."""
+    """The properties of a tensor that `torch.empty_strided` needs."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -216,12 +215,12 @@ class _Shape:
 
 @cache
 def _on_meta(function: Callable[..., Any], plan: Any, shapes: tuple[Any, ...]) -> tuple[Any, list[bool]]:
-    """Return the function's results with a `_Shape` for each tensor, and which of its arguments it overwrites.
+    """Return the function's results with a `_Shape` for each tensor, and for each argument whether it is overwritten.
 
-    shapes: of its arguments; those of a list are a tuple.
+    shapes: the shapes of the arguments; a list of tensors has a tuple of shapes.
     """
-    # without the dispatch modes, its operations are neither fake nor counted as kernels of the GPU;
-    # inference tensors do not count how often they were written
+    # without the dispatch modes, the function's operations are neither fake nor counted as kernels of the GPU;
+    # without inference mode, tensors count how often they were written
     with _disable_current_modes(), torch.inference_mode(False):
         arguments = [
             [shape.empty("meta") for shape in entry] if isinstance(entry, tuple) else entry.empty("meta")
@@ -234,7 +233,7 @@ def _on_meta(function: Callable[..., Any], plan: Any, shapes: tuple[Any, ...]) -
 
 
 def _mapped(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
-    """Return the value with every object of a kind in it changed."""
+    """Return the value with `change` applied to every object of this kind in it."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, list | tuple):
@@ -247,7 +246,7 @@ def _mapped(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
     return value
 
 
-#: for `dry_run`. Nothing is computed, so there is nothing that a proof of kernels could find wrong
+#: the replacements for `dry_run`. Kernels count as proven, because nothing is computed
 ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
     is_readable: lambda tensor: False,
     as_one_kernel: call_as_one_kernel,

@@ -1,8 +1,8 @@
-"""`stillhouse plan --fit`: searches layouts, sizes of micro-batches and recomputation for the fastest that fits.
+"""`stillhouse plan --fit`: searches layouts, micro-batch sizes and recomputation for the fastest plans that fit.
 
 1. Two processes run short steps on one device (`dry_run.py`), with and without recomputation.
 2. From their counts, the time and the memory of every candidate are estimated by arithmetic.
-3. The fastest candidates are run with few layers on a stage, under their layouts, and their counts are added up.
+3. The fastest candidates are run under their layouts with few layers on a stage. Their counts are extrapolated.
 """
 
 import itertools
@@ -17,11 +17,11 @@ from stillhouse.plan.prediction import FIRST, LAST, RankCounts, bubble_share
 
 #: the number of layouts that are printed, and the number that are run
 BEST, TRIED = 5, 8
-#: sequences of at least so many tokens may be divided over ranks
+#: sequences of at least this many tokens may be divided over ranks
 LONG = 16384
-#: the rows of a micro-batch
+#: the numbers of rows of a micro-batch that are tried
 _ROWS = (1, 2, 4, 8)
-#: the largest part of the memory that a candidate's estimate may need, because the estimate is rough
+#: the largest allowed estimate, as a multiple of the usable memory; more than 1, because estimates are rough
 _ROUGH = 1.15
 
 
@@ -40,7 +40,7 @@ class Candidate:
 
     @property
     def micro_batches(self) -> int:
-        """The number of a data rank in a step."""
+        """The number of micro-batches of a data rank in a step."""
         return -(-self.sequences // (self.rows * self.fsdp))
 
     @property
@@ -50,7 +50,7 @@ class Candidate:
         return degrees | {"replicate": 1, "expert": 1, "schedule": "1f1b"}
 
     def overrides(self, parallel: ParallelConfig, max_tokens: int) -> list[str]:
-        """The candidate as arguments of a command that reads a configuration with these values from a file."""
+        """The candidate as arguments of a command whose configuration file has these values."""
         values = {key: value for key, value in self.parallel.items() if value != getattr(parallel, key)}
         tokens = f"train.micro_batch_tokens={self.rows * max_tokens}"
         recompute = f"train.activation_checkpointing={str(self.recompute).lower()}"
@@ -63,9 +63,8 @@ class Candidate:
 
 
 def fit(config: RunConfig, machine: Machine, document_tokens: int) -> list[Plan]:
-    """Return the fastest layouts that fit, from steps with few layers, the best first; empty if none fits.
-
-    Raises ConfigError for models that no layout can run.
+    """Return plans of the fastest layouts that fit, the best first; empty if no layout fits. The counts of a plan are
+    from steps with few layers. Raises ConfigError for models that no layout can run.
     """
     job = planned_job(config, machine, document_tokens)
     planned = load_config(None, settings=job["config"])  # an on-policy run has other sequences
@@ -86,7 +85,7 @@ def fit(config: RunConfig, machine: Machine, document_tokens: int) -> list[Plan]
 def _candidates(max_tokens: int, tokens_per_step: int, machine: Machine, layers: int) -> list[Candidate]:
     """Return all candidates whose degrees divide the ranks, and whose micro-batches suffice for the pipeline.
 
-    layers: of the student.
+    layers: the number of the student's layers.
     """
     sequences = max(1, tokens_per_step // max_tokens)
     contexts = _divisors(machine.gpus_per_node) if max_tokens >= LONG else [1]
@@ -108,7 +107,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _measured(job: Job, tokens: int, runs: DryRuns) -> "Rough":
-    """Run short steps on one device, with and without recomputation. tokens: of a sequence."""
+    """Run short steps on one device, with and without recomputation. tokens: the length of a sequence."""
     values = job["config"]
     degrees_of_one = dict.fromkeys(("pipeline", "fsdp", "context", "tensor", "replicate", "expert"), 1)
     parallel = values["parallel"] | degrees_of_one | {"gather_dtype": None, "offload": False, "schedule": "1f1b"}
@@ -133,7 +132,7 @@ def _estimated(
     jobs, owners = [], []
     for candidate in candidates:
         values = candidate.settings(job["config"])
-        # the first stage holds as many micro-batches as there are stages, and the gradients of one before them
+        # the first stage holds one micro-batch for each stage, and the gradients of an earlier micro-batch
         shown = min(candidate.micro_batches, candidate.pipeline + 1)
         tokens = shown * candidate.rows * candidate.fsdp * candidate.max_tokens
         settings = values | {"train": values["train"] | {"tokens_per_step": tokens}}
@@ -171,7 +170,7 @@ def _step_counts(counts: RankCounts, candidate: Candidate) -> RankCounts:
 
 
 class _Shape(NamedTuple):
-    """The layers of a model, the elements of a layer, those of the embedding and of the head, and the width."""
+    """The number of layers of a model, the elements of a layer, the elements of embedding and head, and the width."""
 
     layers: int = 0
     layer: float = 0.0
@@ -183,7 +182,8 @@ class _Shape(NamedTuple):
 class Rough:
     """Estimates of candidates by arithmetic, from steps of two micro-batches of one row on one device.
 
-    plain, recomputed: the counts of the steps with few layers, by name (`dry_run.parts`). row: the tokens of a row.
+    plain, recomputed: the counts of the short steps by name (`dry_run.parts`), without and with recomputation.
+    row: the number of tokens of a row.
     """
 
     plain: Mapping[str, RankCounts]
@@ -203,11 +203,11 @@ class Rough:
         whole += max(0, teacher.layers - 1) * (with_teacher - alone)
         share = candidate.micro_batches / candidate.pipeline
         computing = whole * share
-        # two sums over tensor ranks of a layer in forward, and two in backward
+        # each layer has two sums over tensor ranks in forward, and two in backward
         widths = (6 if candidate.recompute else 4) * student.layers * student.width
         summed = 2 * (widths + 2 * teacher.layers * teacher.width) * 2 * candidate.rows * self.row / candidate.context
         exposed = share * (candidate.tensor - 1) / candidate.tensor * summed / (device.nvlink * LINKS)
-        # FSDP's messages over all stages: two gathers of a student's layer and a reduction, one gather of a teacher's
+        # FSDP's messages on all stages: two gathers and one reduction of student layers, one gather of teacher layers
         elements, teacher_elements = (model.layers * model.layer + model.rest for model in (student, teacher))
         gathered = (12 * elements + 2 * teacher_elements) / candidate.tensor
         sharded = gathered * share if candidate.fsdp * candidate.context > 1 else 0.0

@@ -1,5 +1,5 @@
-// A CUDA device without a GPU: what autograd asks of a device while all tensors are fake. Every answer describes one
-// idle device; no answer runs anything.
+// A CUDA device without a GPU: the answers that autograd needs from a device while all tensors are fake. Every answer
+// describes one idle device; no answer runs anything.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -30,7 +30,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   bool hasCUDA() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return false; }
   DeviceIndex deviceCount() const override { return 1; }
-  // none: attention asks before it chooses a kernel
+  // no cuDNN: attention asks for its version before it chooses a kernel
   long versionCuDNN() const override { return 0; }
   long versionRuntimeCuDNN() const override { return 0; }
 };
@@ -40,6 +40,6 @@ const c10::impl::DeviceGuardImplRegistrar guard_registrar(DeviceType::CUDA, new 
 }  // namespace
 
 namespace at {
-// a build with CUDA has registered hooks that need a device
+// these hooks come before the hooks of a build with CUDA, which need a device
 C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }  // namespace at

@@ -1,4 +1,4 @@
-"""`stillhouse plan`: dry-runs the ranks of a layout whose stages differ, in other processes. Needs no torch here."""
+"""`stillhouse plan`: dry-runs one rank of each kind of stage, in other processes. This process needs no torch."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from stillhouse.libraries import reading
 from stillhouse.plan.devices import DEVICES, Device
 from stillhouse.plan.prediction import FIRST, Prediction, RankCounts, planned_ranks, predict
 
-#: the most processes at a time; each needs about 1.5 GB
+#: the maximum number of processes at a time; each needs about 1.5 GB
 PROCESSES = 2
 #: the files of a model that a plan reads
 _FILES = ["config.json", "generation_config.json"]
@@ -28,7 +28,7 @@ Job = dict[str, Any]
 
 @dataclass(frozen=True)
 class Machine:
-    """The machines of a plan. name: of the device in `DEVICES`."""
+    """The machines of a plan. name: the name of the device in `DEVICES`."""
 
     ranks: int
     gpus_per_node: int
@@ -44,7 +44,7 @@ class Plan:
     """The dry run of a layout: the counts of its ranks by name.
 
     has_tower: whether a model has a vision tower; the dry run has no images.
-    completions: of an on-policy run, those of a step in words. overrides: of the configuration, for this layout.
+    completions: an on-policy run's completions of a step in words. overrides: the configuration's overrides.
     """
 
     machine: Machine
@@ -102,7 +102,7 @@ def plan_layout(job: Job) -> Plan:
 def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Job:
     """Return the job of rank 0 (`child.py`). Models on the hub are replaced by folders with their configurations.
 
-    document_tokens: the length of the documents in packed rows; of an on-policy run, that of the prompts.
+    document_tokens: the length of the documents in packed rows; in an on-policy run, the length of the prompts.
     Raises ConfigError for a configuration that a plan refuses.
     """
     if config.teachers is not None:
@@ -131,10 +131,10 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
             "train.compile", "got true: a plan counts the kernels of layers as they are written; expected false"
         )
     values = config.model_dump(mode="json")
-    # a step has no evaluation and no checkpoint; null is a section's default
+    # a step has no evaluation and no checkpoint; null gives a section its default
     values |= {"device": "cuda", "track": [], "eval": None, "checkpoint": None}
     values["data"]["eval"] = 0
-    values["student"]["init"] = None  # the weights have the same shapes, whatever they start from
+    values["student"]["init"] = None  # the initial values do not change the shapes of the weights
     has_tower = False
     for section, model in models.items():
         if model.model is not None:
@@ -164,11 +164,11 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
 def _set_completions(
     values: Job, sources: Sequence[tuple[float, RolloutConfig]], parts: int, prompt_tokens: int
 ) -> tuple[int, str]:
-    """Set the tokens of a step and of a sequence to those of the step's completions, as `StepPacker` packs them.
+    """Set the tokens of a step and of a sequence to the tokens of the step's completions, packed as in `StepPacker`.
 
-    sources: with their weights. parts: the smallest number of micro-batches of a step. Every completion has the
-    largest rollout.max_new_tokens of a source.
-    Returns the tokens of a completion with its prompt, and the completions in words.
+    sources: pairs of a weight and a source. parts: the smallest number of micro-batches of a step. Every completion
+    has the largest rollout.max_new_tokens of all sources.
+    Returns the number of tokens of a completion with its prompt, and the completions in words.
     """
     data, train, max_tokens = values["data"], values["train"], values["data"]["max_tokens"]
     samples = sum(w * source.samples_per_prompt for w, source in sources) / sum(weight for weight, _ in sources)
@@ -186,7 +186,7 @@ def _set_completions(
 
 
 class DryRuns:
-    """Processes that dry-run ranks. A process starts when a job finds no idle one; all of them end with the block."""
+    """Processes that dry-run ranks. A process starts when a job finds no idle process. All end with the block."""
 
     def __enter__(self) -> Self:
         self._idle: LifoQueue[subprocess.Popen[str] | None] = LifoQueue()

@@ -1,7 +1,7 @@
 """The counts of the ranks of a step, and the time that they predict. `docs/plan.md` has the formula. Needs no torch.
 
 time of a rank = max(products + traffic, launches) + exposed messages
-time of a step = the slowest rank's, divided by 1 − the bubble's share
+time of a step = time of the slowest rank / (1 − share of the bubble)
 """
 
 from collections.abc import Mapping
@@ -11,21 +11,21 @@ from typing import Any
 
 from stillhouse.plan.devices import LATENCY, LAUNCH, LINKS, NETWORK_LATENCY, PRODUCTS, TRAFFIC, Device
 
-#: names of the ranks whose steps are run: those of the stages that differ
+#: names of the ranks whose steps are run, one for each kind of stage
 FIRST, INNER, LAST = "first", "inner", "last"
-#: which share of its bytes a rank sends to other ranks of a group of many: all of them, or twice
+#: how many times a rank of a large group sends its bytes to other ranks; for other operations once
 _PASSES = {"allreduce": 2.0, "all_reduce": 2.0}
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
-#: the axes whose messages FSDP runs beside computation
+#: the axes whose messages FSDP overlaps with computation
 _OVERLAPPED = frozenset(("shard", "replicate"))
-#: the time of a schedule's bubble, relative to the time of one micro-batch on a stage, for each further stage
+#: the time of a schedule's bubble, relative to the time of one micro-batch on a stage, for each stage but one
 _BUBBLES = {"interleaved": 1 / 2, "zero_bubble": 1 / 6, "zbv": 0.0}
 
 
 @dataclass(frozen=True)
 class LayoutSize:
-    """The layout of a plan. degrees: by axis. stages: of the pipeline, over all ranks. schedule: of the pipeline.
-    last_rank: the pipeline's rank that has the last stage.
+    """The layout of a plan. degrees: the degree of each axis. stages: the number of pipeline stages on all ranks.
+    schedule: the pipeline's schedule. last_rank: the pipeline's rank that has the last stage.
     """
 
     degrees: Mapping[str, int]
@@ -45,11 +45,11 @@ class LayoutSize:
 
 @dataclass(frozen=True)
 class RankCounts:
-    """A steady step of one rank.
+    """The counts of one rank in a step after the first one.
 
-    micro_batches: of this rank in the step. tokens: of the step, over all ranks.
-    model_operations: floating-point operations of the step over all ranks, without recomputation and attention.
-    kernels: launches. The other fields are those of `StepCounts`.
+    micro_batches: the number of this rank's micro-batches. tokens: the number of the step's tokens on all ranks.
+    model_operations: floating-point operations of the step on all ranks, without recomputation and attention.
+    kernels: the number of kernel launches. The other fields are the same as in `StepCounts`.
     """
 
     rank: int
@@ -76,9 +76,9 @@ class RankCounts:
 
 
 def planned_ranks(layout: LayoutSize) -> dict[str, int]:
-    """Return the ranks to run, by name: of the first, an inner and the last stage.
+    """Return the ranks to run by name: one of the first stage, one of an inner stage and one of the last stage.
 
-    All other ranks have the layers of one of these stages, or one layer more or less than an inner one. Within a
+    Every other rank has as many layers as one of these ranks, or one layer more or less than the inner rank. Within a
     stage, the first rank has the largest shards.
     """
     pipeline, per_stage = layout.degrees["pipeline"], layout.ranks // layout.degrees["pipeline"]
@@ -94,7 +94,8 @@ def planned_ranks(layout: LayoutSize) -> dict[str, int]:
 class RankTime:
     """Predicted seconds of a rank in a step.
 
-    overlapped: of FSDP's messages, as if nothing hid them. exposed: of all messages that computation does not hide.
+    overlapped: the time of FSDP's messages, hidden or not. exposed: the time of all messages that are not hidden by
+        computation.
     """
 
     products: float
@@ -118,9 +119,9 @@ class RankTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted step. times: of the ranks, by name. slowest: the name of the rank on which all others wait.
-    bubble: the share of the step in which a rank of the pipeline waits. model_share: of the peak, by the operations
-    of the model without recomputation (MFU).
+    """The predicted step. times: the ranks' times by name. slowest: the name of the rank for which all others wait.
+    bubble: the share of the step in which a rank of the pipeline waits. model_share: the model's operations without
+    recomputation, as a share of the peak (MFU).
     """
 
     times: Mapping[str, RankTime]
@@ -155,19 +156,19 @@ def rank_time(rank: RankCounts, device: Device, gpus_per_node: int) -> RankTime:
     for key in rank.sent:
         axis, operation = key.split(" ", 1)
         seconds = message_seconds(rank, axis, operation, device, gpus_per_node)
-        if _OVERLAPPED.isdisjoint(axis.split("/")):  # a group may be that of several axes, such as shard/data
+        if _OVERLAPPED.isdisjoint(axis.split("/")):  # a group may belong to several axes, such as shard/data
             other += seconds
         else:
             overlapped += seconds
             overlapped_messages += rank.messages[key]
     computing = max(products + traffic, launches)
-    # the first gather of a step and its last reduction have nothing beside them: about one of all messages
+    # computation does not hide a step's first gather and last reduction: in total about one message
     exposed = other + max(overlapped / max(1, overlapped_messages), overlapped - computing)
     return RankTime(products, traffic, launches, overlapped, exposed)
 
 
 def message_seconds(rank: RankCounts, axis: str, operation: str, device: Device, gpus_per_node: int) -> float:
-    """Return the seconds of all messages of a kind, if nothing else uses the links."""
+    """Return the seconds of all messages of an axis and an operation, if nothing else uses the links."""
     key, degrees = f"{axis} {operation}", rank.layout.degrees
     shard = degrees["fsdp"] * degrees["context"]
     extents = {  # the number of ranks of a group along an axis, and the distance between neighbours
@@ -185,7 +186,7 @@ def message_seconds(rank: RankCounts, axis: str, operation: str, device: Device,
     if operation in _POINT_TO_POINT:
         speed = device.nvlink if is_local else device.network
         return latency + rank.sent[key] / (speed * LINKS)
-    # every machine has as many links to the network as devices; a group uses those of its own ranks there
+    # every device has a link to the network; a group uses the links of its ranks in the machine
     groups_per_machine = max(1, gpus_per_node // stride)
     speed = device.nvlink if is_local else min(device.nvlink, device.network * groups_per_machine)
     others = (size - 1) / size if size > 1 else 0.0

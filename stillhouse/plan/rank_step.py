@@ -1,7 +1,7 @@
 """One step of one rank, with fake tensors: the run's own models, layout and engine, but no values and no device.
 
 The weights are allocated and never read, the documents have a length and no text, and the signals of stores have no
-values. The messages to other ranks go to torch's fake process group, which sends nothing. N tokens of all documents.
+values. Messages to other ranks go to torch's fake process group, which sends nothing. N: the tokens of all documents.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -61,8 +61,8 @@ STUDENT_ACTIVATIONS, TEACHER_ACTIVATIONS, OBJECTIVE, BATCH = "activations", "tea
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """A rank whose steps are run. config: with `parallel.fsdp` set. document_tokens: the length of the documents;
-    a packed row is filled with them.
+    """A rank whose steps are run. config: the configuration, with `parallel.fsdp` set. document_tokens: the length of
+    the documents that fill the packed rows.
     """
 
     config: RunConfig
@@ -84,8 +84,8 @@ class PlannedRank:
 
     @property
     def operations_per_token(self) -> float:
-        """Two operations for each weight that a token uses: once in a teacher; in the student three times, or twice
-        if an adapter is trained.
+        """Two operations for each weight that a token uses and for each pass: a teacher has one pass, the student
+        three passes, or two if an adapter is trained.
         """
         student = self.config.student
         costs = [cost_of(empty_decoder(student.model), 3 if student.adapter is None else 2)]
@@ -97,16 +97,16 @@ class PlannedRank:
 
 
 def rank_steps(planned: PlannedRank, properties: SimpleNamespace, tokens: Sequence[int]) -> list[StepCounts]:
-    """Run steps of a rank, whose environment the process must have (`RANK`, `WORLD_SIZE`); return their counts.
+    """Run steps of a rank and return their counts. This process must have the rank's `RANK` and `WORLD_SIZE`.
 
-    properties: of the device, see `fake_cuda`. tokens: `train.tokens_per_step` of each step.
+    properties: the device's properties, see `fake_cuda`. tokens: `train.tokens_per_step` of each step.
     Raises the errors of a run whose models do not fit their layout.
     """
     with dry_run(_ANSWERS), fake_cuda(properties), ExitStack() as stack:
         if planned.ranks > 1:  # a job whose other ranks do not exist
             dist.init_process_group("fake", store=FakeStore(), rank=planned.rank, world_size=planned.ranks)
             stack.callback(dist.destroy_process_group)
-            # the number of a micro-batch has no value
+            # these functions read the number of a micro-batch, which has no value
             stack.enter_context(dry_run({Ranks.exchange: _exchange, require_next: lambda *arguments: None}))
         setup = _PlannedSetup(with_precision(planned.config))
         layout = setup.layout
@@ -115,16 +115,16 @@ def rank_steps(planned: PlannedRank, properties: SimpleNamespace, tokens: Sequen
         device = DeviceCounts(mode, planned.document_tokens, _axes(mesh))
         counted: list[StepCounts] = []
         with mode, device:
-            # a family may have a class for texts, without a vision tower, and one for images
+            # a family may have one class for texts, without a vision tower, and another one for images
             sources = setup.models(mesh, multimodal=setup.config.data.image_pixels is not None)
             engine, source = setup.engine(_PlannedModels(**vars(sources), memory=device), layout)
-            # as a run does, each step builds the next one's micro-batches and requests their signals
+            # as in a run, each step builds the micro-batches of the next step and requests their signals
             make = device.labelled(BATCH)(partial(setup.planned_micro_batches, mesh, planned.document_tokens))
             requests = RequestedSteps(source, map(make, [*tokens, *[tokens[-1]] * (1 + source.steps_ahead)]))
             with _labelled(engine, source, device):
                 for _ in tokens:
                     device.restart()
-                    _run(engine, requests, device)  # a function, so that none of its tensors is held in the next step
+                    _run(engine, requests, device)  # a function, so that its tensors are freed before the next step
                     counted.append(device.restart())
         return counted
 
@@ -153,10 +153,7 @@ class _PlannedSetup(RunSetup):
         }
 
     def planned_micro_batches(self, mesh: Mesh, document_tokens: int, tokens_per_step: int) -> ShardedMicroBatches:
-        """Return the micro-batches of a step on this rank.
-
-        Documents fill packed rows; the last document of a row is shorter if necessary.
-        """
+        """Return the micro-batches of a step on this rank. The last document of a row is shorter if necessary."""
         layout, max_tokens = self.layout, self.config.data.max_tokens
         train = self.config.train.model_copy(update={"tokens_per_step": tokens_per_step})
         lengths = [document_tokens] * (max_tokens // document_tokens)
@@ -180,7 +177,7 @@ class _PlannedSetup(RunSetup):
 
 @dataclass(frozen=True)
 class _PlannedModels(ModelSources):
-    """Models on the device that have shapes and no values. memory: counts them under the purpose of weights."""
+    """Models on the device that have shapes but no values. memory: counts the memory of their weights."""
 
     memory: DeviceCounts | None = None
 
@@ -208,7 +205,7 @@ class _PlannedModels(ModelSources):
     ) -> ModelSource:
         source = super().sharded(section, device, offload=offload, **options)
         purpose = STUDENT if section == "student" else TEACHER
-        # a module cannot replace its fake tensors, because their mode refers to them; meta tensors have no such mode
+        # modules start with meta tensors, because they cannot replace fake tensors, to which their mode refers
         load = partial(self._allocate, purpose, device or self.mesh.device, offload)
         return replace(source, build=unset_fake_temporarily()(source.build), load_weights=load, has_values=False)
 
@@ -227,7 +224,7 @@ class _PlannedModels(ModelSources):
 
 
 class _PlannedStore(SignalStore):
-    """A server's signals of the kind `teacher.signal`, which nobody reads."""
+    """Stands for a server's signals of the kind `teacher.signal`. Nobody reads the signals."""
 
     def __init__(self, teacher: TeacherConfig, temperature: float):
         if teacher.url is None or teacher.signal == "hidden":
@@ -242,13 +239,13 @@ class _PlannedStore(SignalStore):
 
 
 def _planned_signals(source: StoredTeacher, micro_batches: ShardedMicroBatches) -> PendingSignals:
-    # in place of `StoredTeacher.request`, whose threads read the store; the tensors go the same way to the device
+    # replaces `StoredTeacher.request`, whose threads read the store; the tensors get to the device in the same way
     tensors = [source._empty(batch, "cpu") for batch in micro_batches] if source._student.has_results else []
     return PendingSignals(partial(source.on_device, tensors, micro_batches))
 
 
 def _planned_shards(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
-    """As `shard_micro_batches`, which reads values: the micro-batches have values until they are on the device."""
+    """Replaces `shard_micro_batches`, which reads values: micro-batches have values until they are on the device."""
     host: Any = SimpleNamespace(degrees=mesh.degrees, coordinate=mesh.coordinate, device=torch.device("cpu"))
     with unset_fake_temporarily():
         on_cpu = unwrap(shard_micro_batches)(step, host, uniform_shapes=uniform_shapes)
@@ -258,8 +255,8 @@ def _planned_shards(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool 
 
 @contextmanager
 def _labelled(engine: Engine, source: SignalSource, device: DeviceCounts) -> Iterator[None]:
-    """Count under their purposes what teachers and heads allocate in forward passes, and each gradient from the
-    moment when it is added to its parameter.
+    """Count memory under its purpose: the memory that teachers and heads allocate in forward passes, and each
+    gradient from the time when it is added to its parameter.
     """
 
     def relabel(parameter: nn.Parameter) -> None:
@@ -290,14 +287,14 @@ def _labelled(engine: Engine, source: SignalSource, device: DeviceCounts) -> Ite
 
 
 def _exchange(ranks: Ranks, content: bytes) -> list[bytes]:
-    """Send the messages of a real exchange. The other ranks answer what this rank says."""
+    """Send the messages of a real exchange. The other ranks' answers are copies of this rank's content."""
     ranks.exchange_padded(content[:FIRST_BYTES], LENGTH_BYTES + FIRST_BYTES)
     if rest := content[FIRST_BYTES:]:
         ranks.exchange_padded(rest, len(rest))
     return [content] * ranks.size
 
 
-#: what computes with few numbers, and what reads values
+#: the replacements of functions that compute with a few numbers or read values
 _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
     cut_backbone: unset_fake_temporarily()(unwrap(cut_backbone)),
     Mesh.__init__: unset_fake_temporarily()(unwrap(Mesh.__init__)),

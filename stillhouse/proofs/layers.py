@@ -1,4 +1,4 @@
-"""Proves that layers that are compiled, or sharded by tensor parallelism, compute what they do as they are written.
+"""Proves that compiled layers, and layers that tensor parallelism shards, give the same results as plain layers.
 
 Compiled and plain layers run the same artificial documents, in the layout and the precision of training. Their
 rounding errors differ, because a compiled function keeps intermediate results in float32 and adds in another order.
@@ -51,9 +51,9 @@ from stillhouse.parallel.teacher_student_pair import StageInputs
 #: the largest allowed error of a layer's update (output − input), relative to the update. Sharded and full layer sum
 #: in different orders, and in half precision also in different dtypes.
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-#: a relative difference between the ranks' gradients below `_EQUAL` is rounding, above `_PARTIAL` a partial gradient
+#: relative differences between the ranks' gradients: below `_EQUAL` rounding, above `_PARTIAL` partial gradients
 _EQUAL, _PARTIAL = 1e-2, 5e-2
-#: number of backward passes, each with other labels, because gradients of one pass can be nearly equal by chance
+#: number of backward passes with different labels, because gradients of one pass can be nearly equal by chance
 _ROUNDS = 3
 #: prefix of the names of hidden states, before the name of the module that returns them
 _HIDDEN = "hidden states behind "
@@ -62,8 +62,8 @@ _HIDDEN = "hidden states behind "
 def prove_compiled(runner: Runner, subject: Subject, inputs: StageInputs, precision: torch.dtype | None) -> None:
     """Compare compiled and plain layers. Warns of breaks in the compiled graphs. Clears all gradients.
 
-    subject: the runner's models. inputs: with a loss of the student. precision: the dtype of the matrix products;
-    None: that of the weights. Raises ProofError on processes with an error. A collective of all processes.
+    subject: the runner's models. inputs: inputs with a loss of the student. precision: the dtype of the products; if
+    it is None, the dtype of the weights. Raises ProofError on processes with an error. A collective of all processes.
     """
     breaks, probe = counters["graph_break"].copy(), subject.probe
     with evaluating(*runner.decoders), torch.no_grad():
@@ -84,8 +84,8 @@ def prove_compiled(runner: Runner, subject: Subject, inputs: StageInputs, precis
         compare(
             error,
             PLACE_TOLERANCE[precision or next(runner.decoders[0].parameters()).dtype],
-            f"the {name} of the compiled layers differ by {{error:.2%}} from those of the layers as they are written"
-            ": expected train.compile: false",
+            f"the {name} of the compiled layers differ by {{error:.2%}} from the {name} of the plain layers: "
+            "expected train.compile: false",
         )
 
 
@@ -95,11 +95,11 @@ def _micro_batches(runner: Runner) -> int:
 
 
 def _gradient_error(runner: Runner, micro_batches: Sequence[StageInputs]) -> Tensor:
-    """Return the median over this process's parameters of the relative difference between both gradients."""
+    """Return the median over this process's parameters of the compiled gradient's relative error."""
     devices = [runner.device] if runner.device.type == "cuda" else []
 
     def gradients(*, training: bool) -> tuple[dict[str, Tensor], bool]:
-        """Return the gradients, and whether the passes have drawn random numbers, on any process."""
+        """Return the gradients, and whether the passes used random numbers on any process."""
         with torch.random.fork_rng(devices), in_mode(*runner.decoders, training=training):
             torch.manual_seed(0)
             before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
@@ -115,7 +115,7 @@ def _gradient_error(runner: Runner, micro_batches: Sequence[StageInputs]) -> Ten
     training = True
     with layers_not_compiled():
         expected, is_random = gradients(training=True)
-        if is_random:  # dropout: the compiled layers draw other random numbers
+        if is_random:  # dropout: the compiled layers would use other random numbers
             training = False
             expected, _ = gradients(training=False)
     compiled, _ = gradients(training=training)
@@ -135,16 +135,16 @@ def layers_compared(
     collective of the processes over which the layers are sharded. Yields errors by layer name, in units of the
     allowed error.
 
-    build: returns the decoder before it was distributed. precision: the dtype of the matrix products; None: the dtype
-    of the hidden states.
+    build: returns the decoder before it was distributed. precision: the dtype of the matrix products; if it is None,
+    the dtype of the hidden states.
     """
     names = {module: name for name, module in decoder.named_modules()}
     unsharded = build().eval()
-    # context parallelism has replaced the attention function by one with another name
+    # context parallelism has given the decoder an attention function with another name
     unsharded.pretrained.set_attn_implementation(decoder.pretrained.config._attn_implementation)
     errors: dict[str, Tensor] = {}
-    # layers can share a dict, for example of keys and values; their full copies then share another dict. By the `id`
-    # of the layers' dict: this dict (kept alive, so that the `id` stays unique) and the dict of the copies
+    # layers can share a dict, for example of keys and values; their full copies then share another dict. The key is
+    # the `id` of the layers' dict, the value has this dict (so that the `id` stays unique) and the copies' dict
     shadows: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
 
     @torch.no_grad()
@@ -159,7 +159,7 @@ def layers_compared(
         name = names[layer]
         expected = functional_call(unsharded.get_submodule(name), tensors, arguments, shadow_options)
         error_T = _allowed_errors(hidden_of(output), hidden_of(expected), input_BSD, precision or input_BSD.dtype)
-        # with experts, the median: rounding can change a token's experts, which gives a large error for this token
+        # the median for layers with experts, because rounding can change a token's experts and cause a large error
         has_experts = any(is_of_experts(key) for key in tensors)
         error = error_T.quantile(0.5 if has_experts else 0.95)
         errors[name] = torch.maximum(error, errors.get(name, error))  # NaN stays NaN
@@ -174,14 +174,14 @@ def require_equal_layers(decoder: Decoder, errors: Mapping[str, Tensor]) -> None
         compare(
             error,
             1.0,
-            f"{typename(decoder.pretrained)} under tensor parallelism: '{name}' does not compute what the whole "
-            "layer does, because something between two matrices reads all columns, of which a rank has a part: "
+            f"{typename(decoder.pretrained)} under tensor parallelism: the results of '{name}' differ from those of "
+            "the full layer, because a function between two matrices reads all columns, and a rank has only some: "
             "expected tensor=1",
         )
 
 
 def _allowed_errors(output_BSD: Tensor, expected_BSD: Tensor, input_BSD: Tensor, precision: torch.dtype) -> Tensor:
-    """Return the error of each token, in units of the allowed error."""
+    """Return the error of each token in units of the allowed error."""
     hidden = (output_BSD, expected_BSD, input_BSD)
     output_TD, expected_TD, input_TD = (value.double().flatten(0, -2) for value in hidden)
     added_T = (expected_TD - input_TD).norm(dim=-1)
@@ -233,7 +233,7 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
 
 
 def cross_entropies(number: int) -> OutputProcessor:
-    """Return an output processor that sums the cross-entropies of all depths. number: determines the labels"""
+    """Return an output processor that sums the cross-entropies of all depths. number: determines the labels."""
 
     def process(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> ObjectiveOutput:
         hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
@@ -264,8 +264,8 @@ def _axes(parameter: nn.Parameter) -> Iterable[tuple[str, Any]]:
 
 
 def _add_squares(squares: defaultdict[str, float], runner: Runner, hidden: Mapping[str, Tensor]) -> None:
-    """Add the sums of squares of this process's gradients, by generic name. With the suffix " difference": those of
-    their differences from the mean over the tensor ranks. A collective of the tensor ranks.
+    """Add the sums of squares of this process's gradients by generic name, and with the suffix " difference" those of
+    the gradients' differences from their mean over the tensor ranks. A collective of the tensor ranks.
     """
     reduce_partial_grads(parameter for _, parameter in runner.named_parameters())
     copies = [(plan_name(name), local(parameter.grad)) for name, parameter in _copies(runner)]
@@ -287,9 +287,9 @@ def _add_squares(squares: defaultdict[str, float], runner: Runner, hidden: Mappi
 def _problem(
     runner: Runner, name: str, parameter: nn.Parameter, difference: float, runs: Counter[nn.Module], count: int
 ) -> str:
-    """Return why a parameter's different gradients cannot be summed, or "". runs: in `count` forward passes."""
+    """Return why a parameter's gradients cannot be summed, or "". runs: each module's runs in `count` passes."""
     if difference < _PARTIAL:
-        return f"the gradients of '{name}' differ by {difference:.1%} between ranks, which should be equal"
+        return f"the gradients of '{name}' differ by {difference:.1%} between ranks, but should be equal"
     if any(axis == "tensor" for axis, _ in _axes(parameter)):
         return f"its ranks have different gradients of '{name}', which its plan replicates: expected tensor=1"
     owner = name.rpartition(".")[0]
@@ -304,7 +304,7 @@ def _problem(
 
 
 def _hidden_gradients(student: Decoder, into: dict[str, Tensor]) -> AbstractContextManager[None]:
-    """Return a context that sums the gradients of the outputs of embedding and layers in `into`, by module."""
+    """Return a context that adds the gradients of the embedding's and the layers' outputs to `into`, by module."""
 
     def add(name: str, gradient: Tensor) -> None:
         value = local(gradient).detach().float()

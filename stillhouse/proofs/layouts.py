@@ -55,10 +55,10 @@ class _Side(NamedTuple):
 def build_proven_runner(
     layout: Layout, mesh: Mesh, student: ModelSource, teacher: ModelSource | None, *, teacher_head_only: bool = False
 ) -> Runner:
-    """Build this process's runner (`build_runner`), and prove its models, and that a student without noise has none.
+    """Build this process's runner (`build_runner`). Prove its models, and that `without_noise` removed the noise.
 
-    Raises ValueError for a model that does not fit the layout, and ProofError for a model that gives wrong results.
-    A collective of all processes; all of them raise ProofError.
+    Raises ValueError for a model that does not fit the layout. Raises ProofError, on all processes, for a model that
+    gives wrong results. A collective of all processes.
     """
     runner = build_runner(layout, mesh, student, teacher, teacher_head_only=teacher_head_only)
     if needs_proof(layout, mesh, student, teacher):
@@ -74,7 +74,7 @@ def build_proven_runner(
 
 
 def needs_proof(layout: Layout, mesh: Mesh, *sources: ModelSource | None) -> bool:
-    """Whether models under a layout have to be proven: not again in a single process with the same layers."""
+    """Whether models have to be proven under a layout. In one process with the same layers, one proof is enough."""
     models = [source for source in sources if source is not None]
     return all(source.has_values for source in models) and (
         mesh.ranks.size > 1 or layout.changes_results or not all(source.is_proven for source in models)
@@ -84,20 +84,20 @@ def needs_proof(layout: Layout, mesh: Mesh, *sources: ModelSource | None) -> boo
 def prove_runner(
     runner: Runner, student: ModelSource, teacher: ModelSource | None, *, teacher_in_stages: bool
 ) -> None:
-    """Prove the student and the teacher of a runner. A collective of all its processes; all of them raise ProofError.
-    Weights, modes and the states of random generators do not change.
+    """Prove the student and the teacher of a runner. A collective of all the runner's processes, which all raise
+    ProofError if a proof fails. Weights, modes and the states of random generators do not change.
 
     teacher_in_stages: whether the teacher's layers are in the student's stages; if not, only its head is proven.
     """
     names = student.name, "teacher" if teacher is None else teacher.name
     modes = (False, True) if runner.decoders[0].training else (False,)
     while not all(_prove_passes(runner, names, mode, teacher_in_stages=teacher_in_stages) for mode in modes):
-        pass  # a model packs documents in its next way
+        pass  # a model now packs documents in its next way
     for pair in runner.pairs.values():
         for decoder, name in zip((pair.student, pair.teacher), names, strict=True):
             with _raised(runner, name):
                 if decoder is not None and decoder.has_head:
-                    # the layers of both results are the same, compiled or not
+                    # both results use the same layers, so plain layers are enough
                     with layers_not_compiled(), evaluating(decoder), autocast(runner.device, probe_precision(runner)):
                         prove_logits(decoder, _logit_inputs(runner, decoder))
     _reshard(runner)
@@ -111,7 +111,7 @@ def prove_runner(
     if runner.layout.degrees.tensor > 1:
         _prove_sharded_layers(runner, student, teacher if teacher_in_stages else None)
         if any(parameter.requires_grad for _, parameter in runner.named_parameters()):
-            # compiled layers do not run the hooks inside of them
+            # compiled layers do not run the hooks of their modules
             with _raised(runner, student.name), layers_not_compiled():
                 alone = ProbeForward(runner, {})
                 inputs_of = partial(alone.inputs, alone.micro_batch())
@@ -119,8 +119,8 @@ def prove_runner(
 
 
 def prove_heads(mesh: Mesh, decoders: Mapping[str, Decoder]) -> None:
-    """Prove the heads of decoders that have no layers. A collective of all processes of the mesh, all of which raise
-    ProofError. decoders: by name; empty on processes without the student's last stage.
+    """Prove the heads of decoders that have no layers. A collective of all processes of the mesh, which all raise
+    ProofError if a proof fails. decoders: decoders by name; empty on processes without the student's last stage.
     """
     with mesh.ranks.all_raise(ProofError):
         for name, decoder in decoders.items():
@@ -133,10 +133,10 @@ def prove_heads(mesh: Mesh, decoders: Mapping[str, Decoder]) -> None:
 
 
 def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, teacher_in_stages: bool) -> bool:
-    """Prove that hidden states of student and teacher depend on the right tokens, and on no others. names: of both.
+    """Prove that hidden states of student and teacher depend on the right tokens only. names: the names of both.
 
     Returns False if documents that a model packs in its present way influence each other, or if the model does not
-    accept masks or lengths; it then packs documents in its next way.
+    accept masks or lengths. The model then packs documents in its next way.
     """
     pair, students = runner.pairs[max(runner.pairs)], runner.decoders
     sides = [_Side(students, names[0], {})]
@@ -165,7 +165,7 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
 
 
 def _require_same_packing(runner: Runner, sides: Sequence[_Side]) -> None:
-    """Raise ValueError on all ranks if they pack documents in different ways and so would run other collectives."""
+    """Raise ValueError on all ranks if they pack documents in different ways and would run different collectives."""
     packings = [side.decoders[0].packing for side in sides]
     names = [
         f"{packing.name} with variable-length attention" if packing.attention.reads_lengths else packing.name
@@ -185,10 +185,10 @@ def _require_same_packing(runner: Runner, sides: Sequence[_Side]) -> None:
 def _run_passes(
     runner: Runner, sides: Sequence[_Side]
 ) -> tuple["ProbeForward", Sequence[tuple[Tensor, Tensor]]] | None:
-    """Return what runs all sides, and their hidden states; None if a model does not accept masks or lengths.
+    """Return the `ProbeForward` of all sides and their hidden states; None if a model refuses masks or lengths.
 
-    The last side's signals make the student run, too. A student with such arguments also runs alone before, so that
-    it is known which model an error is about.
+    With the signals of the last side, the student runs, too. A student with masks or lengths also runs alone before,
+    so that an error can be assigned to its model.
     """
     passes = None
     for side in sides:
@@ -199,7 +199,7 @@ def _run_passes(
         raised = partial(_raised, runner, side.name, decoder)
         try:
             if packing.has_arguments and runner.layout.stages > 1:
-                # the first stage runs alone, because the others would wait for a stage that refuses arguments
+                # the first stage runs alone, because other stages would wait for a stage that refuses arguments
                 with raised(), torch.no_grad(), evaluating(decoder), autocast(runner.device, probe_precision(runner)):
                     if 0 in runner.pairs:
                         decoder(**model_inputs(forward.micro_batch(), None), head=False)
@@ -261,7 +261,7 @@ class ProbeForward(Subject):
         return self.hidden(_micro_batch(self.runner, ids_BS, position_ids_BS))
 
     def hidden(self, micro_batch: MicroBatch) -> Sequence[Tensor]:
-        """Return the hidden states of this process's columns of a micro-batch, as `run` does."""
+        """Return the hidden states for a micro-batch with this process's columns, like `run`."""
         results = self.runner.forward([self.inputs(micro_batch, _hidden)])
         # a model without a head does not run the processor
         parts = results[0] if results and isinstance(results[0], list) else results
@@ -269,7 +269,7 @@ class ProbeForward(Subject):
 
 
 def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> list[Tensor]:
-    """An output processor that returns the student's hidden states by depth, then those of the teacher if it ran."""
+    """An output processor that returns the hidden states of the student by depth, and of the teacher if it ran."""
     hidden = [*hidden_states] if isinstance(hidden_states, tuple) else [hidden_states]
     for signal in context.signals.values():
         with signal.opened(head) as opened:
@@ -279,8 +279,8 @@ def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, de
 
 
 def probe_precision(runner: Runner) -> torch.dtype | None:
-    """Return the student's autocast dtype in its proof: the layout's, if its layers run other operations than those
-    of the model that was loaded, or else the dtype that the model needs.
+    """Return the student's autocast dtype in its proof: the layout's dtype if the layers run other operations than
+    the loaded model or their weights are gathered in another dtype; otherwise the dtype that the model needs.
     """
     layout = runner.layout
     dtype = layout.autocast if layout.changes_results else None
@@ -330,7 +330,7 @@ def _reshard(runner: Runner) -> None:
 
 @contextmanager
 def _raised(runner: Runner, name: str, packed: Decoder | None = None) -> Iterator[None]:
-    """Raise an error of the block on all processes, with the model's name. packed: raise its packing errors, too"""
+    """Raise an error of the block on all processes, with the model's name; for `packed`, also packing errors."""
     packing = nullcontext() if packed is None else packing_errors(packed.pretrained, packed.packing)
     with runner.ranks.all_raise(KernelError, PackingError, ProofError), prefixed(name, ProofError), packing:
         yield

@@ -25,7 +25,7 @@ ADDRESS = "127.0.0.1"
 @click.argument("run_dirs", type=RUN_DIR, nargs=-1, required=True, metavar="RUN_DIR")
 @click.option(
     "--compare", type=RUN_DIR, multiple=True, metavar="RUN_DIR...",
-    help="Other runs to draw into the same curves; their configurations' differences are a table.",
+    help="Other runs to draw into the same charts; a table has the differences of their configurations.",
 )  # fmt: skip
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path),
@@ -33,7 +33,7 @@ ADDRESS = "127.0.0.1"
 )  # fmt: skip
 @click.option("--watch", is_flag=True, help="Serve the page on 127.0.0.1 and renew it while the run goes on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port for --watch; 0 for a free one.")
-@click.option("--label", default="", hidden=True)  # printed before the path, by the commands that end with a report
+@click.option("--label", default="", hidden=True)  # the text before the path, from commands that end with a report
 def report(
     run_dirs: tuple[Path, ...], *, compare: tuple[Path, ...], out: Path | None, watch: bool, port: int, label: str
 ) -> None:

@@ -25,16 +25,16 @@ class Series(TypedDict):
     side: str
     steps: list[float]
     values: list[float | None]
-    means: list[float | None] | None  # if points are left out: the mean of each shown point's section
+    means: list[float | None] | None  # if points are left out, the mean of each shown point's section
 
 
 @dataclass(frozen=True)
 class Chart:
     """A chart, and the metrics that it draws.
 
-    keys: the metric of each side, of which the first is drawn solid. Most charts have one unnamed side.
-    log: whether the axis is initially logarithmic; of a chart without series, whether it is if the values span a
-        large range. positive: whether a logarithmic axis can show all values.
+    keys: the metric's key for each side; the first side has a solid line. Most charts have one unnamed side.
+    log: whether the axis is logarithmic at first. In a chart that has no series yet, whether the axis becomes
+        logarithmic if the values span a large range. positive: whether a logarithmic axis can show all values.
     explanations: a sentence for each metric. label: the curves in words, for readers who cannot see them.
     """
 
@@ -60,7 +60,7 @@ def draw_charts(runs: Sequence[Run]) -> list[Chart]:
         series = [curve for curve in series if any(value is not None for value in curve["values"])]
         if not series:
             continue
-        # without the sides that no run has; if only the first side is left, without its name, too
+        # leave out the sides that no run has; if only the first side remains, leave out its name, too
         keys = {side: key for side, key in chart.keys.items() if any(curve["side"] == side for curve in series)}
         if list(keys) == list(chart.keys)[:1]:
             keys, series = {"": next(iter(keys.values()))}, [Series({**curve, "side": ""}) for curve in series]
@@ -89,16 +89,16 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
         else:
             unknown.append(Chart("Other", key, "", {"": key}))
     undrawn = {""} if not _total_repeats(runs) else {"", TOTAL}
-    # all charts of one held-out set, or of one source of prompts, come before those of the next one
+    # all charts of one held-out set or source of prompts come before the charts of the next one
     for _, block in itertools.groupby(matches, lambda metric: metric.group if "{" in metric.group else metric.title):
         rows = [metric for metric in block if not undrawn & {metric.group, metric.key}]
         firsts = dict.fromkeys(names[:1] for metric in rows for names in matches[metric])
         for first in firsts or [()]:
             for metric in rows:
                 alike = [names for names in matches[metric] if names[:1] == first]
-                is_side = metric.side and metric.key.count("{") == len(first)  # of a chart that may have another side
+                is_side = metric.side and metric.key.count("{") == len(first)  # the chart may have another side
                 for names in alike or ([first] if is_side else []):
-                    # a further side of the chart with the metric's title, or a chart
+                    # another side of the chart with the metric's title, or a new chart
                     side = metric.named(*names)
                     new = Chart(side.group, side.title, side.unit, {}, side.log, side.percent)
                     chart = charts.setdefault((side.group, side.title), new)
@@ -139,7 +139,7 @@ def _series(lines: Sequence[MetricsLine], key: str, run: int, side: str) -> Seri
 def _with_gaps(points: Points) -> Points:
     """Insert a gap between two points whose distance is well above both neighbouring distances.
 
-    Both are compared, so that there is no gap where the logging interval changes, or before a shorter last interval.
+    With both comparisons, there is no gap where the logging interval changes, or before a shorter last interval.
     """
     distance = [after[0] - before[0] for before, after in itertools.pairwise(points)]
     result = points[:1]

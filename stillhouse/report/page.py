@@ -50,7 +50,7 @@ _DATA_LABELS = {
 }
 
 
-#: a number of the summary: its name, its unit, and a text for each run, which is None if the run does not have it
+#: a number of the summary: its name, its unit, and its text for each run (None for a run without this number)
 Figure = tuple[str, str, list[str | None]]
 
 
@@ -59,7 +59,7 @@ def write_report(run_dir: Path, compare: Sequence[Path] = (), out: Path | None =
 
     run_dir: the folder of a run, finished or not.
     compare: the folders of at most 7 other runs, drawn into the same charts under their folders' names.
-    out: the file to write. None: `run_dir/report.html`, and `run_dir/compare.html` for several runs.
+    out: the file to write. If it is None, `run_dir/report.html`, or `run_dir/compare.html` for several runs.
 
     Raises ValueError if a folder contains no run, a file is malformed, there are too many runs, a run is given twice,
     or the page cannot be written.
@@ -67,7 +67,7 @@ def write_report(run_dir: Path, compare: Sequence[Path] = (), out: Path | None =
     page = render(read_runs([Path(run_dir), *map(Path, compare)]))
     target = Path(run_dir) / ("compare.html" if compare else "report.html") if out is None else Path(out)
     partial = target.with_name(target.name + ".partial")
-    # a token's text may have half of a surrogate pair, which UTF-8 lacks; a browser then shows U+FFFD
+    # a token may contain half of a surrogate pair, which UTF-8 cannot encode; a browser then shows U+FFFD
     try:
         partial.write_bytes(page.encode("utf-8", errors="xmlcharrefreplace"))
         os.replace(partial, target)
@@ -133,7 +133,7 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
         differences=config_differences(runs),
         watching=watching,
         title=title(run),
-        # in words if the run has recorded it, otherwise the expression of its loss
+        # the objective in words if the run has recorded it, otherwise the expression of its loss
         objective=str((run.environment or {}).get("objective") or run.section("objective").get("loss", "")),
         figures=figures(runs),
         groups=groups,
@@ -234,7 +234,7 @@ def data_table(data: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[st
 
 
 def data_notes(data: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) of values in the data reports that are no counts, such as the first reasons for skips."""
+    """Return (name, text) for the values in the data reports that are not counts, such as reasons for skips."""
     notes = [(name, value) for name, value in data.items() if not isinstance(value, dict)]
     for name, report in data.items():
         for key, value in report.items() if isinstance(report, dict) else ():
@@ -282,7 +282,7 @@ def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     rows = []
     for key in keys:
         texts = [config.get(key, ABSENT) for config in configs]
-        # each value of a section that one of the runs has is a row of its own
+        # the values of a section that only some runs have are separate rows
         is_section = any(nested.startswith(f"{key}.") for nested in keys)
         if len(set(texts)) > 1 and not (set(texts) == {ABSENT, NULL} and is_section):
             rows.append((escaped(key), texts))
@@ -290,7 +290,7 @@ def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """The values by their dotted keys, as text. A section that is null has no keys."""
+    """The values as text, by their dotted keys."""
     values: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):

@@ -19,7 +19,7 @@ from stillhouse.output.json_lines import MetricsLine, read_metrics, read_object,
 from stillhouse.output.records import EvalSample, HeldOutTokens, SampleRecord, TimelineSpan
 
 METRICS = "metrics.jsonl"
-#: the other files; for each file, what the page cannot show if the file is missing
+#: the other files, and the content that the page lacks if a file is missing
 OPTIONAL_FILES = {
     "config.yaml": "the run's configuration and its models' names",
     "environment.json": "versions, machine and date",
@@ -31,9 +31,9 @@ OPTIONAL_FILES = {
 }
 _ON_POLICY = {"timeline.jsonl", "samples.jsonl"}
 
-SPANS = 4000  # the number of newest spans that are read; the page shows those of the last steps
+SPANS = 4000  # the number of newest spans that are read; the page shows the spans of the last steps
 STEPS = 200  # the maximum number of steps whose samples are shown
-TOKENS = 40_000  # the maximum number of tokens of all shown samples together; more make the page slow
+TOKENS = 40_000  # the maximum number of tokens of all shown samples together; more tokens make the page slow
 EVAL_SAMPLES = 4000  # the number of newest samples that are read
 
 
@@ -41,8 +41,8 @@ EVAL_SAMPLES = 4000  # the number of newest samples that are read
 class Rollouts:
     """The records of an on-policy run.
 
-    spans: the newest ones, in the order of the file. samples: those of some steps, in the order of steps.
-    sampled_steps: the number of steps with samples. staleness: how many of the student's completions have each value.
+    spans: the newest spans, in the order of the file. samples: the samples of some steps, by step, in order.
+    sampled_steps: the number of steps with samples. staleness: the number of the student's completions by staleness.
     """
 
     spans: list[TimelineSpan]
@@ -76,7 +76,7 @@ class Run:
         return (values[0], values[-1]) if values else None
 
     def section(self, name: str) -> dict[str, Any]:
-        """Return a section of the configuration; empty if it is no mapping."""
+        """Return a section of the configuration, or an empty section if it is not a mapping."""
         section = self.config.get(name)
         return section if isinstance(section, dict) else {}
 

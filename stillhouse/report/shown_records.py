@@ -1,7 +1,7 @@
-"""What the page shows of a run's records: completions, the text of tokens, and the timeline of an on-policy run.
+"""Prepares a run's records for the page: completions, the text of tokens, and the timeline of an on-policy run.
 
 A text is shaded by divergence and otherwise unchanged; invisible characters (newlines, tabs, control characters) get
-a mark. A shade is a range of nats that begins at twice the beginning of the previous one, the same in all reports.
+a mark. Each shade is a range of nats; its lower bound is twice the previous one. All reports have the same ranges.
 In the timeline, each part of the job has a lane. Spans of one lane that overlap in time are in different rows.
 """
 
@@ -32,7 +32,7 @@ SHORTEST = 1e-4  # seconds; no timeline is drawn for a shorter time
 WHAT = 60  # the maximum number of characters of a span's name
 # The lower bounds in nats of all shades but the first. The style sheet has a colour per shade: --kl-0 … --kl-8.
 SHADES = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
-#: the mark of each control character: a control picture, which are in the order of the characters
+#: the mark of each control character: Unicode has its control pictures in the order of the characters
 _MARKS = {chr(code): chr(0x2400 + code) for code in range(0x20)} | {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
 
 
@@ -72,14 +72,14 @@ def staleness_rows(counts: Mapping[int, int]) -> list[tuple[str, int, float]]:
 
 
 def over_time(samples: Sequence[EvalSample]) -> list[tuple[EvalSample, list[EvalSample], list[EvalSample]]]:
-    """Return the completions of each held-out prompt: the last one, those that are shown, those that are folded."""
+    """Return for each held-out prompt: the last completion, the visible completions, the folded completions."""
     by_prompt: dict[tuple[str, int], list[EvalSample]] = {}
     for sample in sorted(samples, key=lambda sample: (sample.key, sample.number, sample.step)):
         by_prompt.setdefault((sample.key, sample.number), []).append(sample)
     prompts = []
     for completions in by_prompt.values():
         count = min(EVALUATIONS, len(completions))
-        # evenly chosen, with the first and the last one
+        # evenly spaced completions, including the first and the last one
         chosen = {round(index * (len(completions) - 1) / max(1, count - 1)) for index in range(count)}
         folded = [sample for index, sample in enumerate(completions) if index not in chosen]
         prompts.append((completions[-1], [completions[index] for index in sorted(chosen)], folded))
@@ -141,7 +141,7 @@ def readout(token: Token, names: list[str]) -> list[object]:
 
 
 class Box(NamedTuple):
-    """One span in the timeline; left and width in percent of the shown time."""
+    """One span in the timeline. left, width: in percent of the shown time."""
 
     left: float
     width: float
@@ -153,7 +153,7 @@ class Box(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """shares: what the lane did, with its percentage of the shown time; they add up to 100."""
+    """A lane. shares: its activities, each with its percentage of the shown time; the percentages add up to 100."""
 
     name: str
     boxes: list[Box]
@@ -162,10 +162,10 @@ class Lane(NamedTuple):
 
 
 class ShownTimeline(NamedTuple):
-    """first, last: the range of shown steps.
+    """The timeline that the page shows. first, last: the range of shown steps.
     start, seconds: the shown time, in seconds of the run.
-    waiting: the share of the time of the trainer's steps in which it waited: the mean of `speed/waiting` with the
-        steps' seconds as weights. None if there is no trainer.
+    waiting: the seconds that the trainer waited in its steps, divided by the seconds of its steps: the mean of
+        `speed/waiting`, weighted by the steps' seconds. None if there is no trainer.
     marks, ticks: pairs (left in percent, text).
     """
 
@@ -237,7 +237,7 @@ def _lane(name: str, spans: list[TimelineSpan], start: float, seconds: float) ->
         parts = {"busy": covered - waited, "waiting": waited, "between its steps": seconds - covered}
     else:
         parts = {"busy": covered, "idle": seconds - covered}
-    # whole percentages that add up to 100: those with the largest remainders are rounded up
+    # whole percentages that add up to 100: the percentages with the largest remainders are rounded up
     exact = {part: 100 * part_seconds / seconds for part, part_seconds in parts.items()}
     whole = {part: math.floor(percent) for part, percent in exact.items()}
     for part in sorted(exact, key=lambda part: whole[part] - exact[part])[: 100 - sum(whole.values())]:

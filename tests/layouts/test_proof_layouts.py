@@ -237,7 +237,7 @@ def test_a_layer_that_reads_all_columns_is_refused(tmp_path: Path, side: str, ov
     write_run(tmp_path)
     save_model(tmp_path / ("teacher" if side == "student" else "student"), "qwen3", seed=5)  # not patched
     save_model(tmp_path / side, "llama", seed=6)
-    processes, words = 4 if "pipeline" in overrides[0] else 2, "does not compute what the whole layer does"
+    processes, words = 4 if "pipeline" in overrides[0] else 2, "differ from those of the full layer"
     assert_refused(tmp_path, side, words, *overrides, processes=processes, hook=with_means)
 
 

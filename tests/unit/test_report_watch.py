@@ -52,11 +52,15 @@ def test_the_page_is_sent_again_only_when_a_file_has_changed(server: ReportServe
 
 
 def test_a_damaged_file_is_named_until_it_is_whole_again(server: ReportServer, run_dir: Path) -> None:
-    intact = (run_dir / "data.json").read_bytes()
-    (run_dir / "data.json").write_text("[")
-    status, text, _ = answer_of(server)
-    assert (status, "data.json: not JSON" in text) == (503, True)
-    (run_dir / "data.json").write_bytes(intact)
+    path, intact, damaged = run_dir / "data.json", run_dir / "intact", run_dir / "damaged"
+    damaged.write_text("[")
+    path.rename(intact)
+    for target, message in ((damaged, "not JSON"), ("/proc/self/mem", "cannot be read: [Errno 5]")):
+        path.symlink_to(target)
+        status, text, _ = answer_of(server)
+        assert (status, f"data.json: {message}" in text) == (503, True)
+        path.unlink()
+    intact.rename(path)
     assert answer_of(server)[0] == 200
 
 

@@ -36,7 +36,7 @@
   // ---- settings: they are stored in the address after #, so that a copied address or a reload shows the same view
 
   const MANY = 25; // a series with fewer points is drawn with its points, and is not smoothed
-  const view = { smooth: 0, log: new Map(), zoom: null, shaded: "" }; // log: by the chart's title, the reader's choice of the axis
+  const view = { smooth: 0, log: new Map(), zoom: null, shaded: "" }; // log: the reader's choice of the axis, by the chart's title
 
   const readView = () => {
     const given = new URLSearchParams(location.hash.slice(1));
@@ -139,7 +139,7 @@
         grid: { stroke: () => colour("--grid"), width: 1, ...(isLog(chart) && { filter: marked }) },
         font: "11px system-ui, sans-serif", gap: 6, space: 28, values: ticks(chart), size: widest, ...(isLog(chart) && { filter: marked }) },
     ],
-    // The page's own run is drawn last, on top of the others; behind a smoothed curve is a faint one of the values.
+    // The page's own run is drawn last, on top of the others. A smoothed curve has a faint curve of the values behind it.
     series: [{}, ...curves.map(({ series, faint }) => ({
       stroke: () => colour("--run-" + series.run) + (faint ? "40" : ""),
       width: (series.run === 0 ? 1.75 : 1.25) - (series.steps.length > 300 ? 0.25 : 0) - (faint ? 0.5 : 0),
@@ -230,7 +230,7 @@
     const rows = Math.ceil(count / fitting);
     grid.dataset.arranged = "true";
     Array.prototype.forEach.call(grid.children, (tile, index) => {
-      // the first rows get one tile more, if they do not divide evenly
+      // if the tiles do not divide evenly, the first rows get one more tile
       const more = count % rows, few = Math.floor(count / rows);
       const inRow = index < more * (few + 1) ? few + 1 : few;
       tile.style.flexBasis = `calc((100% - ${(inRow - 1) * gap}px) / ${inRow} - 0.1px)`;
@@ -243,7 +243,7 @@
     plots.forEach(({ plot }) => plot.destroy());
     [plots, drawn] = [[], 0];
     readView();
-    root.dataset.charts = "0"; // first, because it shows the parts that need scripts
+    root.dataset.charts = "0"; // this comes first, because it shows the parts that need scripts
     document.querySelectorAll(".charts, .figures, .tables").forEach(arrange);
     const figures = [...document.querySelectorAll(".chart")];
     drawCharts(figures);
@@ -291,7 +291,7 @@
     return box;
   };
 
-  // What one term of the objective does at a token: its value, its gradient, and the logits that it moves most.
+  // The effect of one term of the objective at a token: its value, its gradient, and the logits that it moves most.
   const effect = (name, [value, gradient, raises, lowers], actual) => {
     const box = element("div", "effect");
     const sides = element("div", "sides");
@@ -395,7 +395,7 @@
     startCharts();
     shadeTokens();
   });
-  // `stillhouse report --watch` has replaced the page's content by that of a later step.
+  // `stillhouse report --watch` has replaced the page's content with the content of a later step.
   document.addEventListener("stillhouse-renewed", () => {
     startCharts();
     startTokens();
