@@ -9,7 +9,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from types import MethodType
 from typing import Any
 
@@ -38,9 +37,6 @@ ERROR = "Error: "
 #: a call that the model makes: the name of the tool, its arguments, and a problem in place of a reply, or ""
 MadeCall = tuple[str, Mapping[str, Any], str]
 
-
-#: in place of the reply to a turn that has none so far
-_NO_REPLY: Any = object()
 #: makes the object of a sample, as start(prompt, record, about). The record is a copy for this call
 Start = Callable[[str, Mapping[str, Any], str], "UserObject | _SampleTools"]
 
@@ -99,10 +95,10 @@ class Episodes:
         most = len(turns) if episode.wants_reward else len(turns) - 1
         if kept is None or not len(episode.replies) <= got <= most:
             kept, got = self._start(prompt, copied_record(record, source), about), 0
-        reply = None
-        for turn, before in zip_longest(turns[got:], episode.replies[got:], fillvalue=_NO_REPLY):
-            reply = kept.step(turn, about)
-            if before is not _NO_REPLY and reply != before:
+        reply: str | list[str] | None = None
+        for number in range(got, len(turns)):
+            reply = kept.step(turns[number], about)
+            if number < len(episode.replies) and reply != (before := episode.replies[number]):
                 raise UserFunctionError(
                     f"{self._name} replies {shown(reply)} to a turn after it was started again, and {shown(before)} "
                     f"before{about}: expected an environment that depends only on its arguments"
@@ -132,11 +128,12 @@ class UserObject:
         return checked_text(self.of, self.method("step")(turn, about=about), about)
 
     def reward(self, about: str) -> float:
+        """The reward of the sample, which ends with the turns so far."""
         method = self.method(REWARD_METHOD)
         return checked_number(method, method(about=about), about)
 
     def close(self, about: str) -> None:
-        """Call the method close, if there is one."""
+        """Call the method close, if there is one: the sample has ended."""
         if hasattr(self._made, "close"):
             self.method("close")(about=about)
 

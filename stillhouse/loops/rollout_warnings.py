@@ -40,36 +40,10 @@ class RolloutWarnings:
 
     def watch(self, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
         """Warn about the samples of a step, if there is a reason. metrics: those of the step."""
-        length, cut = metrics["rollout/completion_tokens"], metrics["rollout/truncated"]
-        if len(self._first) < FIRST_STEPS:
-            self._first.append((length, cut))
-        usual, usually_cut = (statistics.fmean(values) for values in zip(*self._first, strict=True))
-        many = known_metric("rollout/truncated").warn_above
-        if cut > many and (length > LONGER * usual or cut > usually_cut + MORE_CUT):
-            self._warn(
-                "length",
-                f"completions have {length:.0f} tokens on average, {usual:.0f} in the first steps, and "
-                f"{cut:.0%} of them are cut at rollout.max_new_tokens: the student does "
-                "not stop any more. rollout.truncated=mask keeps it from learning from cut completions",
-            )
-        has_end = any(sample.completion.finish != "length" for sample in samples)
-        self._cut_steps = 0 if has_end else self._cut_steps + 1
-        self._cut_samples = 0 if has_end else self._cut_samples + len(samples)
-        if self._cut_steps == SILENT_STEPS:
-            self._warn(
-                "ends",
-                f"all {self._cut_samples:,} completions of the last {SILENT_STEPS} steps are cut at "
-                "rollout.max_new_tokens: expected a larger one, or a student that ends its completions",
-            )
+        self._watch_length(metrics)
+        self._watch_ends(samples)
         self._watch_replies(samples)
-        self._equal_steps = self._equal_steps + 1 if metrics.get("rollout/equal_rewards") == 1 else 0
-        if self._equal_steps == SILENT_STEPS:
-            self._warn(
-                "rewards",
-                f"in the last {SILENT_STEPS} steps, all completions of a prompt had the same reward, on average "
-                f"{metrics['rollout/reward']:.4g} in the last step, so policy_gradient has no signal: expected a "
-                "reward that differs between completions of a prompt",
-            )
+        self._watch_rewards(metrics)
         self._watch_ratios(metrics)
 
     def watch_calls(self, times: Mapping[str, tuple[int, float]], seconds: float) -> None:
@@ -85,6 +59,45 @@ class RolloutWarnings:
                 "calls",
                 f"{count:,} calls of {name_list(times)}, one after the other, took {spent:.3g} s of the "
                 f"{seconds:.3g} s of a step: rollout.workers makes many calls at once, with the same results",
+            )
+
+    def _watch_length(self, metrics: Mapping[str, float]) -> None:
+        length, cut = metrics["rollout/completion_tokens"], metrics["rollout/truncated"]
+        if len(self._first) < FIRST_STEPS:
+            self._first.append((length, cut))
+        usual, usually_cut = (statistics.fmean(values) for values in zip(*self._first, strict=True))
+        many = known_metric("rollout/truncated").warn_above
+        if cut > many and (length > LONGER * usual or cut > usually_cut + MORE_CUT):
+            self._warn(
+                "length",
+                f"completions have {length:.0f} tokens on average, {usual:.0f} in the first steps, and "
+                f"{cut:.0%} of them are cut at rollout.max_new_tokens: the student does "
+                "not stop any more. rollout.truncated=mask keeps it from learning from cut completions",
+            )
+
+    def _watch_ends(self, samples: Sequence[Sample]) -> None:
+        if any(sample.completion.finish != "length" for sample in samples):
+            self._cut_steps = self._cut_samples = 0
+            return
+        self._cut_steps, self._cut_samples = self._cut_steps + 1, self._cut_samples + len(samples)
+        if self._cut_steps == SILENT_STEPS:
+            self._warn(
+                "ends",
+                f"all {self._cut_samples:,} completions of the last {SILENT_STEPS} steps are cut at "
+                "rollout.max_new_tokens: expected a larger one, or a student that ends its completions",
+            )
+
+    def _watch_rewards(self, metrics: Mapping[str, float]) -> None:
+        if metrics.get("rollout/equal_rewards") != 1:
+            self._equal_steps = 0
+            return
+        self._equal_steps += 1
+        if self._equal_steps == SILENT_STEPS:
+            self._warn(
+                "rewards",
+                f"in the last {SILENT_STEPS} steps, all completions of a prompt had the same reward, on average "
+                f"{metrics['rollout/reward']:.4g} in the last step, so policy_gradient has no signal: expected a "
+                "reward that differs between completions of a prompt",
             )
 
     def _watch_replies(self, samples: Sequence[Sample]) -> None:

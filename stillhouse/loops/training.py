@@ -216,8 +216,16 @@ def training(
         if is_first():
             sections = ((), None) if rollout is None else (rollout.configs, rollout.config)
             functions = FunctionStates(loaded_functions(schedule.eval_config, *sections))
-    arguments = folder, checkpoint, queue, functions
-    progress = _progress(models, session.identity, schedule.steps, *arguments, on_policy=rollout is not None)
+    progress = _progress(
+        models,
+        session.identity,
+        schedule.steps,
+        folder=folder,
+        checkpoint=checkpoint,
+        queue=queue,
+        functions=functions,
+        on_policy=rollout is not None,
+    )
     if progress.step < schedule.steps:
         require_room(folder.checkpoints, models.engine)  # otherwise all steps could be trained and lost
     with ExitStack() as stack:
@@ -246,11 +254,11 @@ def _progress(
     models: Models,
     identity: RunIdentity,
     steps: int,
+    *,
     folder: RunFolder,
     checkpoint: IntactCheckpoint | None,
     queue: RolloutQueue | None,
     functions: FunctionStates | None,
-    *,
     on_policy: bool,
 ) -> Progress:
     """Load the checkpoint, if there is one, and return the run's progress at its start."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +17,7 @@ from stillhouse.parallel import ONE_PROCESS, DistributedStudent
 from stillhouse.parallel.ranks import EarlyMessages
 from stillhouse.parallel.sharded_loading import allocate
 from stillhouse.rollout.generate import Generator
-from stillhouse.rollout.records import Completion, CompletionInbox, GenerationRequest, Receiver
+from stillhouse.rollout.records import Completion, CompletionCallback, CompletionInbox, GenerationRequest
 from stillhouse.rollout.samples import Samples
 
 #: the number of completions with which the weights of a server are proved
@@ -128,18 +128,21 @@ class InJobEngine:
         inbox: of the first rank; gets all completions, each as soon as it has ended if the inbox `is_early`.
         box: of the other ranks' messages about completions that have ended; see `EarlyMessages`.
         """
-        early: Receiver | None = inbox.put if inbox is not None and inbox.is_early else None
+        early: CompletionCallback | None = inbox.put if inbox is not None and inbox.is_early else None
         if self._is_alone:
             completions = self.generator.generate(requests, self.version, early)
         else:
             self.generator.check(requests)
             batches = self._ranks.share(self.generator.batches(requests, least=self._ranks.size))
-            receiver = early if box is None or early is not None else partial(self._send, box)
-            others = len(requests) - sum(map(len, batches))
-            receives = None if box is None or early is None else self._messages.received(box, others, early)
-            with receives or nullcontext(), self._ranks.all_raise(ValueError) as pairs:
+            receives: AbstractContextManager[object] = nullcontext()
+            if box is not None and early is not None:  # the first rank
+                others = len(requests) - sum(map(len, batches))
+                receives = self._messages.received(box, others, early)
+            elif box is not None:
+                early = partial(self._send, box)
+            with receives, self._ranks.all_raise(ValueError) as pairs:
                 for batch in batches:
-                    completions = self.generator.batch([requests[at] for at in batch], self.version, early=receiver)
+                    completions = self.generator.batch([requests[at] for at in batch], self.version, early=early)
                     pairs += [[at, completion.as_json()] for at, completion in zip(batch, completions, strict=True)]
             by_number = dict(pairs)
             completions = [Completion.from_json(by_number[at]) for at in range(len(requests))]

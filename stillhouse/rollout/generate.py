@@ -21,7 +21,7 @@ from stillhouse.models.families import ModelFacts, placeholder_ids
 from stillhouse.models.model_checks import typename
 from stillhouse.models.vision_language import MEDIA_ARGUMENT
 from stillhouse.parallel import watchdog
-from stillhouse.rollout.records import Completion, GenerationRequest, Receiver, Sampling
+from stillhouse.rollout.records import Completion, CompletionCallback, GenerationRequest, Sampling
 from stillhouse.rollout.sampler import EndOfCompletion, TokenSampler
 
 # the largest allowed difference between log-probabilities with and without the cache, in nats. It is not 0, because
@@ -74,7 +74,7 @@ class Generator:
         self._vocabulary = self._counted if vocabulary is None else min(vocabulary, self._counted)
 
     def generate(
-        self, requests: Sequence[GenerationRequest], version: int, early: Receiver | None = None
+        self, requests: Sequence[GenerationRequest], version: int, early: CompletionCallback | None = None
     ) -> list[Completion]:
         """Return one completion per request, in their order. Except for rounding, it depends on its request alone.
 
@@ -121,7 +121,7 @@ class Generator:
         requests: Sequence[GenerationRequest],
         version: int,
         errors: AbstractContextManager[object] = nullcontext(),  # noqa: B008 it has no state
-        early: Receiver | None = None,
+        early: CompletionCallback | None = None,
     ) -> list[Completion]:
         """Return the completions of one batch, after `check`. early: see `generate`. errors: a context manager around
         the call of the model's own `generate`.

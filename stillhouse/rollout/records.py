@@ -133,8 +133,8 @@ class Completion:
         )
 
 
-#: takes a request's number and its completion, in any thread
-Receiver = Callable[[tuple[int, Completion]], None]
+#: a function that gets a request's number and its completion; any thread may call it
+CompletionCallback = Callable[[tuple[int, Completion]], None]
 
 
 class CompletionInbox:

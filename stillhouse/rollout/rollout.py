@@ -84,19 +84,7 @@ class Rollout:
         """
         queue, phase = self.queue, f"the completions of step {step + 1}"
         with watchdog.nested(phase, timed=False):
-            if self.served is not None:
-                with timeline.trainer(f"publish version {step}", step + 1, "weights"):
-                    self.served.publish(step)  # the servers still generate
-            if self.schedule.in_order and self.engine is None:
-                with timeline.trainer(WAIT_FOR_COMPLETIONS), self.shared():
-                    if queue is not None and queue.has_requested(step):
-                        queue.wait_for(step)
-            if self._by_student:
-                with timeline.trainer(f"version {step}", step + 1, "weights"):
-                    if self.served is not None:
-                        self.served.update(step)
-                    if self.engine is not None:
-                        self.engine.update_weights(step)
+            self._update_weights(step, timeline)
             with timeline.trainer(WAIT_FOR_COMPLETIONS):
                 with self.shared():
                     if queue is not None:
@@ -138,6 +126,23 @@ class Rollout:
         """As `Ranks.shared`, with the errors of `take`."""
         with errors_of_signals(), self._ranks.shared(*ERRORS) as shared:
             yield shared
+
+    def _update_weights(self, step: int, timeline: RolloutLog) -> None:
+        """Give the weights of this step to the engine, if the student generates."""
+        if self.served is not None:
+            with timeline.trainer(f"publish version {step}", step + 1, "weights"):
+                self.served.publish(step)  # the servers still generate
+        if self.schedule.in_order and self.engine is None:
+            with timeline.trainer(WAIT_FOR_COMPLETIONS), self.shared():
+                if self.queue is not None and self.queue.has_requested(step):
+                    self.queue.wait_for(step)
+        if not self._by_student:
+            return
+        with timeline.trainer(f"version {step}", step + 1, "weights"):
+            if self.served is not None:
+                self.served.update(step)
+            if self.engine is not None:
+                self.engine.update_weights(step)
 
     def _take(self, step: int, timeline: RolloutLog) -> None:
         """Wait for the samples of a step and for their rewards."""

@@ -55,40 +55,18 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
 
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or the tokenizers.
     """
-    data, student, sections = config.data, config.student, config.teacher_sections
+    data, sections = config.data, config.teacher_sections
     for name, named in config.several.items():
         with as_config_error(f"teachers.{name}.prefix"):
             PrefixTemplate(name, named.prefix or "")  # raises ValueError for a malformed prefix
-    tokenizer, warnings = _load_tokenizers(student, sections, data.chat_template, stores)
-    is_set = data.chat_template is not None
-    processor = _media_processor("student", student, tokenizer, data, template_is_set=is_set)
+    tokenizer, warnings = _load_tokenizers(config.student, sections, data.chat_template, stores)
     in_job = {section: teacher for section, teacher in sections.items() if section not in stores}
-    route = None if config.teachers is None else config.teachers.route
-    readers: dict[str, TeacherMedia] = {}
-    for section, teacher in in_job.items():
-        if processor is not None and teacher.model is not None and not teacher.is_base_of(student):
-            other = _media_processor(section, teacher, processor.tokenizer, data, template_is_set=True)
-            reader = TeacherMedia(section, processor, other, is_routed=route is not None)
-            readers[section.partition(".")[2]] = reader
+    processor, readers = _media_readers(config, in_job, tokenizer)
     source_tools = [
         _proven_tools(rollout, partial(config.rollout_key, number), tokenizer, processor)
         for number, rollout in enumerate(config.rollouts)
     ]
-    with as_config_error("student.model"):
-        end_ids = read_end_ids(student.model, student.revision, trust_remote_code=student.trust_remote_code)
-    environment = None if config.rollout is None else environment_of(config.rollout)
-    options = LoadOptions(
-        max_tokens=data.max_tokens,
-        tokens=config.objective.tokens,
-        on_error=data.on_error,
-        columns=() if route is None else (route,),
-        allowed={} if route is None else {route: list(config.several)},
-        prefixes={name: teacher.prefix for name, teacher in config.several.items() if teacher.prefix},
-        reader=route,
-        fits_teachers=fits_teachers,
-        tools=None if environment is None else environment.schemas,
-        end_ids=end_ids,
-    )
+    options = _load_options(config, fits_teachers=fits_teachers)
     splits = _Loader(data, options, tokenizer, processor, readers).splits(config.rollouts, source_tools)
     train, held_out = splits["train"], splits.get("eval")
     hashes = {which: documents.fingerprint() for which, documents in splits.items()}
@@ -113,19 +91,55 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
         max_tokens=data.max_tokens,
         seed=config.seed,
         gaps=gaps,
-        together=route,
+        together=options.reader,
         media_inputs=media_inputs,
     )
     return Data(
-        tokenizer,
-        pack(train, weights=weights or None),
-        None if held_out is None else pack(held_out, shuffle=False),
-        hashes,
-        warnings,
-        splits.get("dataset"),
-        processor,
-        readers if media_inputs is not None else {},
-        processors,
+        tokenizer=tokenizer,
+        train=pack(train, weights=weights or None),
+        evaluation=None if held_out is None else pack(held_out, shuffle=False),
+        hashes=hashes,
+        warnings=warnings,
+        dataset=splits.get("dataset"),
+        processor=processor,
+        teacher_media=readers if media_inputs is not None else {},
+        processors=processors,
+    )
+
+
+def _media_readers(
+    config: RunConfig, in_job: Mapping[str, TeacherConfig], tokenizer: PreTrainedTokenizerBase
+) -> tuple[MediaProcessor | None, dict[str, TeacherMedia]]:
+    """The student's processor of media, or None, and the media of the teachers in this job, by their names."""
+    data, student, has_template = config.data, config.student, config.data.chat_template is not None
+    processor = _media_processor("student", student, tokenizer, data, template_is_set=has_template)
+    is_routed = config.teachers is not None and config.teachers.route is not None
+    readers: dict[str, TeacherMedia] = {}
+    for section, teacher in in_job.items():
+        if processor is not None and teacher.model is not None and not teacher.is_base_of(student):
+            other = _media_processor(section, teacher, processor.tokenizer, data, template_is_set=True)
+            readers[section.partition(".")[2]] = TeacherMedia(section, processor, other, is_routed=is_routed)
+    return processor, readers
+
+
+def _load_options(config: RunConfig, *, fits_teachers: bool) -> LoadOptions:
+    """The options of documents without rollouts. fits_teachers: see `load_run_data`."""
+    student = config.student
+    with as_config_error("student.model"):
+        end_ids = read_end_ids(student.model, student.revision, trust_remote_code=student.trust_remote_code)
+    environment = None if config.rollout is None else environment_of(config.rollout)
+    route = None if config.teachers is None else config.teachers.route
+    return LoadOptions(
+        max_tokens=config.data.max_tokens,
+        tokens=config.objective.tokens,
+        on_error=config.data.on_error,
+        columns=() if route is None else (route,),
+        allowed={} if route is None else {route: list(config.several)},
+        prefixes={name: teacher.prefix for name, teacher in config.several.items() if teacher.prefix},
+        reader=route,
+        fits_teachers=fits_teachers,
+        tools=None if environment is None else environment.schemas,
+        end_ids=end_ids,
     )
 
 

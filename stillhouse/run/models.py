@@ -174,10 +174,11 @@ class ModelSources:
         folder = None if teacher is None else local_folder(str(teacher.model), teacher.revision)
         source = self.sharded("student", offload=self.offload, autocast=self.autocast, weights=folder)
         config = read_configuration(local_folder(self.student.model, self.student.revision))
-        read: Callable[[Decoder], None]
         if folder is None:
             dtype = parse_dtype(self.student.dtype)
-            read = partial(_initialize_randomly, config=config, dtype=dtype, seed=self.seed)
+            read: Callable[[Decoder], None] = partial(
+                _initialize_randomly, config=config, dtype=dtype, seed=self.seed
+            )
         else:
             layers = _fitting_layers(init, text_config(config), text_config(read_configuration(folder)))
             read = partial(_read_layers, folder=folder, layers=layers)

@@ -118,11 +118,13 @@ def require_attention(student: StudentConfig, teachers: Mapping[str, TeacherConf
     models: list[tuple[str, StudentConfig | TeacherConfig]] = [("student", student), *teachers.items()]
     for section, model in models:
         package = FLASH_PACKAGES.get(model.attention or "")
-        if package is not None and device.type == "cpu":
+        if package is None:
+            continue
+        if device.type == "cpu":
             raise ConfigError(
                 f"{section}.attention", f"got {model.attention} on a CPU: expected sdpa, eager or null, or a GPU"
             )
-        if package is not None and not any(any(distributions(name=name)) for name in (package, "kernels")):
+        if not any(distributions(name=package)) and not any(distributions(name="kernels")):
             raise ConfigError(
                 f"{section}.attention",
                 f"got {model.attention}, and {package} is not installed: expected sdpa, eager or null, or "

@@ -293,11 +293,11 @@ def _set_sizes(documents: Documents) -> list[int]:
 
 
 def _identity(setup: RunSetup, models: Models, data: Data, model_hashes: dict[str, str]) -> RunIdentity:
-    """The hashes that a resumed run must have, with `COMPLETION_KEYS` for a run that generates completions. Raises
-    ValueError if these differ between ranks.
+    """The hashes that a resumed run must have. For a run that generates completions, they include the values of
+    `COMPLETION_KEYS`. Raises ValueError if these values differ between ranks.
     """
     rollout, evaluation = setup.config.rollout, setup.config.eval
-    completes = evaluation.samples or evaluation.tasks or evaluation.prompts or evaluation.callbacks
+    completes = bool(evaluation.samples or evaluation.tasks or evaluation.prompts or evaluation.callbacks)
     if rollout is not None or completes:
         writer = models.student
         if rollout is not None and rollout.writer == "teacher" and not rollout.urls:

@@ -88,22 +88,8 @@ def require_signals(
     """
     route = None if objective.teachers is None else objective.teachers.route
     for section, store in stores.items():
-        teacher, signal, several = teachers[section], store.signal, objective.teachers
-        temperature = objective.temperature_of(teacher)
-        if signal.temperature not in (None, temperature):
-            raise ConfigError(
-                "objective.temperature" if section == "teacher" else f"{section}.temperature",
-                f"got {temperature:g}, but {store.name} holds {signal}: expected the same "
-                "temperature, or hidden states, which give every temperature",
-            )
-        for key, loss in objective.objective.losses.items() if signal.kind == "sampled" else ():
-            if read_objective(loss, load_all("stillhouse.divergences")).divergence not in (None, forward_kl()):
-                raise ConfigError(key, f"got {loss!r}: sampled ids can only estimate forward_kl")
-        if several is not None and several.sum == "distributions" and not signal.is_exact:
-            raise ConfigError(
-                f"{section}.{teacher.signals_from}",
-                f"holds {signal}: expected hidden states, from which distributions can be summed",
-            )
+        teacher = teachers[section]
+        _require_objective(section, store, teacher, objective)
         with ranks.all_raise(ConfigError), as_config_error(f"{section}.{teacher.signals_from}"):
             train = _documents_of(section, route, data.train.documents)
             checked = {"data.train": [train]}
@@ -132,6 +118,26 @@ def _with_completion(documents: Documents, tokens_of_sources: Sequence[int]) -> 
     tokens_N = np.concatenate([longest.tokens_N, np.repeat(longest.tokens_N[-1:], tokens)])
     targets_N = np.zeros(len(tokens_N), dtype=bool)
     return replace(longest, tokens_N=tokens_N, targets_N=targets_N, offsets=np.array([0, len(tokens_N)]))
+
+
+def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig, objective: RunObjective) -> None:
+    """Raise ConfigError if the objective cannot be computed from the store's signals."""
+    signal, temperature = store.signal, objective.temperature_of(teacher)
+    if signal.temperature not in (None, temperature):
+        raise ConfigError(
+            "objective.temperature" if section == "teacher" else f"{section}.temperature",
+            f"got {temperature:g}, but {store.name} holds {signal}: expected the same "
+            "temperature, or hidden states, which give every temperature",
+        )
+    for key, loss in objective.objective.losses.items() if signal.kind == "sampled" else ():
+        if read_objective(loss, load_all("stillhouse.divergences")).divergence not in (None, forward_kl()):
+            raise ConfigError(key, f"got {loss!r}: sampled ids can only estimate forward_kl")
+    several = objective.teachers
+    if several is not None and several.sum == "distributions" and not signal.is_exact:
+        raise ConfigError(
+            f"{section}.{teacher.signals_from}",
+            f"holds {signal}: expected hidden states, from which distributions can be summed",
+        )
 
 
 def _documents_of(section: str, route: str | None, documents: Documents) -> Documents:

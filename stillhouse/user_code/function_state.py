@@ -25,10 +25,10 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 class FunctionStates:
-    """The user's functions of a run, in this process. with_state: those that have a state, by key and path.
+    """The user's functions of a run, in this process. with_state: the functions with a state, by key and path.
 
-    sources: the sha256 of the source files of their modules, and of all modules whose package is not installed, by
-        module; "" for a file that cannot be read.
+    sources: by module, the sha256 of its source file, or "" if the file cannot be read. These are the modules of the
+        functions and all modules whose package is not installed, without `__main__` and Stillhouse's own modules.
     """
 
     def __init__(self, functions: Iterable[UserFunction]):

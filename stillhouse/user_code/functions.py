@@ -303,17 +303,8 @@ class _ForeignCode(AbstractContextManager[object]):
         is_ctrl_c = isinstance(error, KeyboardInterrupt) and raises_on_ctrl_c
         if error is None or isinstance(error, OverdueError) or is_ctrl_c:
             return
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
-            trace = trace.tb_next
-        # the user's frames, without column numbers: they would add lines with markers
-        frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in extract_tb(trace)]
-        entries = StackSummary.from_list(frames).format()  # repeated frames become one entry
-        if len(entries) > _FIRST + _LAST:
-            left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
-            entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
         message = f"{self._what} raises {in_words(error)}{self._about}"
-        raise UserFunctionError("".join([message, "\n", *entries]).rstrip()) from error
+        raise UserFunctionError(message + _frames(error.__traceback__)) from error
 
 
 def _require_parameters(
@@ -340,3 +331,16 @@ def in_words(error: BaseException) -> str:
     first = escaped(message.strip().partition("\n")[0])
     shown = first if len(first) <= _WIDTH else f"{first[: _WIDTH - 3]}..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+
+
+def _frames(trace: TracebackType | None) -> str:
+    """The user's frames of a traceback, as lines to follow the message."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
+        trace = trace.tb_next
+    # without column numbers: they would add lines with markers
+    frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in extract_tb(trace)]
+    entries = StackSummary.from_list(frames).format()  # repeated frames become one entry
+    if len(entries) > _FIRST + _LAST:
+        left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
+        entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
+    return "".join(["\n", *entries]).rstrip()
