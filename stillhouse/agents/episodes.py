@@ -1,8 +1,8 @@
-"""Environments and tools with state: for each sample, an object with the sample's turns so far.
+"""Environments and tools with state: for each sample, an object that gets the sample's turns.
 
-An object exists only in the process of its calls. If it is missing, because its process has ended, a new object gets
-the earlier turns again. So an environment that depends only on its arguments gives the replies of an undisturbed run.
-Tools (`rollout.tools`) are functions, and the methods of classes with state per sample.
+An object exists only in the process of its calls. If the object is lost because its process has ended, a new object
+gets the earlier turns again. So an environment that depends only on its arguments gives the replies of an undisturbed
+run. Tools (`rollout.tools`) are functions, and the methods of classes with state per sample.
 """
 
 import inspect
@@ -30,14 +30,14 @@ from stillhouse.user_code.functions import (
     shown,
 )
 
-#: the methods of a class with tools that are no tools themselves, and their parameters
+#: the methods of a class with tools that are not tools, and their parameters
 _NO_TOOLS = {"reset": ("prompt", "record"), "close": ()}
-#: the beginning of the text of a reply that is an error
+#: the text of a reply that is an error begins with this
 ERROR = "Error: "
-#: a call that the model makes: the name of the tool, its arguments, and a problem in place of a reply, or ""
+#: a call that the model makes: the tool's name, the arguments, and the problem because of which it is not made, or ""
 MadeCall = tuple[str, Mapping[str, Any], str]
 
-#: makes the object of a sample, as start(prompt, record, about). The record is a copy for this call
+#: makes the object of a sample: start(prompt, record, about). The record is a copy for this call
 Start = Callable[[str, Mapping[str, Any], str], "UserObject | _SampleTools"]
 
 
@@ -70,13 +70,13 @@ def checked_text(environment: UserFunction, value: Any, about: str) -> str | Non
 class Episodes:
     """The objects of samples in this process. name: the key and the user's class, for error messages.
 
-    have_state: whether the objects depend on earlier turns. If not, each turn has a new object, and an object that is
-        lost does not get the earlier turns again: they may hang again, or have other replies at another time.
+    have_state: whether the objects depend on earlier turns. If not, each turn has a new object, and a new object does
+        not get the earlier turns again: their calls could hang again, or give other replies at another time.
     """
 
     def __init__(self, name: str, start: Start, *, have_state: bool = True):
         self._name, self._start, self._have_state = name, start, have_state
-        #: by the number of the sample: the object, and the number of turns that it has got
+        #: by the number of the sample: the object, and the number of turns that the object has received
         self._objects: dict[int, tuple[UserObject | _SampleTools, int]] = {}
 
     def __call__(self, prompt: str, completion: str, record: Mapping[str, Any], source: str, episode: Episode) -> Any:
@@ -108,7 +108,7 @@ class Episodes:
 
 
 class UserObject:
-    """An object of a user's class, which was made and reset for a sample. Raises UserFunctionError if that fails.
+    """An object of a user's class, which was made and reset for a sample. Raises UserFunctionError if this fails.
     about: a text for error messages, which names the completion.
     """
 
@@ -141,23 +141,22 @@ class UserObject:
 class Tools:
     """The tools of a run.
 
-    paths: of functions and of classes, as package.module:name. All public methods of a class but reset and close are
-        tools, and so is a method reward with arguments.
-    is_limited: whether the process has a limit of memory. An error because of it is then raised.
-
-    Raises ValueError for a path that cannot be imported or is no tool, and for two tools of one name.
+    paths: the paths of functions and classes, as package.module:name. All public methods of a class are tools, except
+        reset, close, and a method reward without arguments.
+    is_limited: whether the process has a limit of memory. An error because of this limit is then raised.
+    Raises ValueError for a path that cannot be imported or is not a tool, and for two tools with the same name.
     """
 
     def __init__(self, paths: Sequence[str], hint: Callable[[str], str] = lambda _: "", *, is_limited: bool = False):
         self.functions: dict[str, UserFunction] = {}
         self.classes: list[UserFunction] = []
-        #: by the name of a tool: what transformers makes its schema of
+        #: by the name of a tool: the function from which transformers makes its schema
         self.described: dict[str, Callable[..., Any]] = {}
         self._is_limited = is_limited
         for path in paths:
             loaded = load_function(TOOLS, path, hint(path))
             if not inspect.isclass(loaded.function):
-                name = str(getattr(loaded.function, "__name__", ""))  # the name in its schema
+                name = str(getattr(loaded.function, "__name__", ""))  # the same name as in its schema
                 self._add(name, loaded.function, path)
                 self.functions[name] = loaded
                 continue
@@ -225,7 +224,7 @@ class _SampleTools:
             if cause is None or (self._is_limited and isinstance(cause, MemoryError)):
                 raise
             reply = f"{ERROR}{in_words(cause)}"
-        return reply.encode(errors="replace").decode()  # half of a surrogate pair may come from the model's JSON
+        return reply.encode(errors="replace").decode()  # the model's JSON may have half of a surrogate pair
 
 
 def _tool_names(of: UserFunction) -> list[str]:

@@ -12,10 +12,10 @@ from stillhouse.signals import RequestedSteps
 
 
 def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
-    """Run all remaining steps; returns the run's progress at the end. The student then has the final weights.
+    """Run all remaining steps, and return the run's progress at the end. The student then has the final weights.
 
-    Raises ValueError for a loss or gradient that is not finite, before the update, and for weights that are not
-    finite, before they are saved. Raises Preempted after the step in which a rank has received a signal.
+    Raises ValueError before the update if the loss or the gradient is not finite, and before saving if a weight is
+    not finite. Raises Preempted after the step in which a rank has received a signal.
     """
     models, steps = session.models, session.schedule.step_schedule
     with training(session, folder, checkpoint) as run:

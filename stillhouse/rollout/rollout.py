@@ -53,8 +53,9 @@ class Rollout:
     """The samples of each step, on all ranks.
 
     rollouts: the section rollout for each source of prompts.
-    engine: generates in this job; None: servers generate.
-    served: gives the student's weights to servers; None: they have other weights, or there are none.
+    engine: generates in this job, or None if servers generate.
+    served: gives the student's weights to servers. It is None without servers, and for servers that keep their own
+        weights.
     queue, functions: the samples, and the calls of the user's functions, on rank 0.
     prompts, dataset: the documents of `plan`. packer: packs the documents of a step.
     """
@@ -78,9 +79,9 @@ class Rollout:
     def take(self, step: int, timeline: RolloutLog) -> list[Sample]:
         """Return the samples of a step, with rewards and advantages, on all ranks. A collective of all processes.
 
-        Before, the engine gets the weights of this step and the requests that are due. Except under async, the
+        First, the engine gets the weights of this step and the requests that are due. Except under async, the
         completions for this step are finished before the weights change. All ranks raise the errors of rank 0:
-        ValueError, UserFunctionError, and those of `errors_of_signals`.
+        ValueError, UserFunctionError, and the errors of `errors_of_signals`.
         """
         queue, phase = self.queue, f"the completions of step {step + 1}"
         with watchdog.nested(phase, timed=False):
@@ -99,8 +100,8 @@ class Rollout:
         return self._taken[step]
 
     def micro_batches(self, steps: Iterable[int], timeline: RolloutLog) -> Iterator[ShardedMicroBatches | None]:
-        """Yield this process's part of each step, on its samples and on the dataset's completions. Yields None as
-        long as the samples of a step after the last `take` are not finished (two_step_off).
+        """Yield this process's part of each step, which has its samples and the dataset's completions. Under
+        two_step_off, yield None as long as the samples of a step after the last `take` are not finished.
         """
         for step in steps:
             while step not in self._taken and not self._take_early(step, timeline):
@@ -145,7 +146,6 @@ class Rollout:
                 self.engine.update_weights(step)
 
     def _take(self, step: int, timeline: RolloutLog) -> None:
-        """Wait for the samples of a step and for their rewards."""
         samples: list[Sample] = []
         with self.shared() as shared:
             if self.queue is not None:
@@ -161,7 +161,7 @@ class Rollout:
         self._taken[step] = samples
 
     def _take_early(self, step: int, timeline: RolloutLog) -> bool:
-        """Take the samples of a later step if they are finished; returns whether they are."""
+        """Take the samples of a later step if they are finished, and return whether they are."""
         if self.rollouts[0].schedule != "two_step_off":
             return False
         with self.shared() as shared:

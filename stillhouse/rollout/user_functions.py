@@ -1,4 +1,4 @@
-"""The user's functions that the configuration names, and their calls about a run's completions."""
+"""The user's functions that the configuration names, and their calls for a run's completions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,8 +33,8 @@ from stillhouse.user_code.functions import (
 
 
 def user_function(key: str, path: str, full_key: str | None = None) -> UserFunction:
-    """Import a function (see `load_function`). Raises ConfigError if it cannot be used. full_key: the key for this
-    error; None: `key`, which is the kind of the function.
+    """Import a function (see `load_function`). Raises ConfigError if it cannot be used. key: the kind of the
+    function. full_key: the key in the error, or None if it is `key`.
     """
     with as_config_error(full_key or key):
         return load_function(key, path, function_hint(path))
@@ -46,12 +46,10 @@ def loaded_functions(
     section: RolloutConfig | None,
     rollout_key: Callable[[int, str], str] = lambda _, key: f"rollout.{key}",
 ) -> list[UserFunction]:
-    """Import the functions and classes of the user that these sections name, and return them.
-
-    Raises ConfigError if one cannot be used (see `load_function`), or has a state that a checkpoint cannot have.
-
+    """Import the functions and classes of the user that these sections name, and return them. Raises ConfigError if a
+    function cannot be used (see `load_function`), or has a state that a checkpoint cannot contain.
     rollouts: the section rollout for each source of prompts. rollout_key: returns the full key of a source's key.
-    section: the section rollout itself, whose turns eval.prompts has.
+    section: the section rollout itself; eval.prompts has its turns.
     """
     functions = [user_function(CALLBACKS, path) for path in evaluation.callbacks]
     for function in functions:
@@ -69,7 +67,8 @@ def _functions_of(
     rollout: RolloutConfig, reward_kind: str, reward_key: str, full_key: Callable[[str], str]
 ) -> list[UserFunction]:
     """The functions of one source of prompts, or of eval.prompts. Raises the errors of `loaded_functions`.
-    reward_kind: the kind of its rewards. reward_key: their full key. full_key: returns that of another key.
+    reward_kind: the kind of its rewards. reward_key: the full key of its rewards. full_key: returns the full key of
+    another key.
     """
     environment = environment_of(rollout, full_key)
     rewards = [part.name for part in reward_parts(rollout.reward) if part.is_function]
@@ -86,7 +85,9 @@ def _functions_of(
 
 
 def _require_state(function: UserFunction, workers: int, key: str) -> None:
-    """Raise ConfigError for a function with a state that a checkpoint cannot have. key: its full key"""
+    """Raise ConfigError for a function with a state that a checkpoint cannot contain. key: the full key of the
+    function.
+    """
     with as_config_error(key):
         if not has_state(function):
             return
@@ -116,7 +117,7 @@ def _require_one_rewarding_class(environment: Environment | None) -> None:
 class CompletionCalls:
     """The rewards and the environments of a run's completions. sources: the settings of each source of prompts.
 
-    With `rollout.workers`, functions run in processes of their own, many calls at once. Otherwise they run in this
+    With `rollout.workers`, functions run in separate processes, with many calls at once. Otherwise they run in this
     process, in the thread that calls them, and their futures are done at once. A reward may also be a server.
     """
 
@@ -130,16 +131,16 @@ class CompletionCalls:
         reward_key: str = REWARD,
         compare_first: bool = False,
     ):
-        """rollouts, samplings: the section rollout, and how tokens are sampled, for each source of prompts.
-        reward_key: the key of the configuration that has the rewards. compare_first: whether the first call of each
-        reward is repeated, to warn of one that does not depend on its arguments alone.
+        """rollouts, samplings: the section rollout and the sampling settings for each source of prompts. reward_key:
+        the key of the configuration that has the rewards. compare_first: whether the first call of each reward is
+        repeated, to warn about a reward that depends on more than its arguments.
         """
         rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]
         environments = [environment_of(source) for source in rollouts]
         paths = [(reward_key, part.name) for part in rewards if part.is_function]
         paths += [(one.key, one.path) for one in environments if one is not None]
         paths = list(dict.fromkeys(paths))
-        #: of the user's functions, but not of servers
+        #: the calls of the user's functions, without the calls of servers
         self.functions = FunctionCalls(paths, rollout.workers, rollout.worker_timeout, rollout.worker_memory)
         parts: dict[str, WeightedCall] = {}
         for path in (path for key, path in paths if key == reward_key):
@@ -176,7 +177,7 @@ class CompletionCalls:
             )
 
     def close(self) -> None:
-        """End the worker processes and the requests to servers; calls under way may never end."""
+        """End the worker processes and the requests to servers. Open calls may never end."""
         self.functions.close()
         for server in self._servers:
             server.close()

@@ -50,9 +50,8 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     """Load the tokenizers and the data of a run.
 
     stores: the signal stores, by the keys of the teachers' sections.
-    fits_teachers: whether sequences have room for what teachers in this job read. Otherwise, teachers read documents
-        one by one.
-
+    fits_teachers: whether sequences have room for the prompts of teachers in this job. Otherwise, teachers read
+        documents one by one.
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or the tokenizers.
     """
     data, sections = config.data, config.teacher_sections
@@ -83,7 +82,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
             f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
             "held-out metrics will look better than they are"
         )
-    # packed rows have gaps for what teachers in this job read; with rollouts, weights are shares of the prompts
+    # packed rows have gaps for the texts of teachers in this job; with rollouts, weights are shares of the prompts
     gaps = [section.partition(".")[2] for section in in_job] if fits_teachers else []
     weights = [source.weight for source in data.weighted_sources] if config.rollout is None else []
     pack = partial(
@@ -110,7 +109,9 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
 def _media_readers(
     config: RunConfig, in_job: Mapping[str, TeacherConfig], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[MediaProcessor | None, dict[str, TeacherMedia]]:
-    """The student's processor of media, or None, and the media of the teachers in this job, by their names."""
+    """The student's processor of media, or None; and by their names, the teachers in this job that may read other
+    media.
+    """
     data, student, has_template = config.data, config.student, config.data.chat_template is not None
     processor = _media_processor("student", student, tokenizer, data, template_is_set=has_template)
     is_routed = config.teachers is not None and config.teachers.route is not None
@@ -123,7 +124,7 @@ def _media_readers(
 
 
 def _load_options(config: RunConfig, *, fits_teachers: bool) -> LoadOptions:
-    """The options of documents without rollouts. fits_teachers: see `load_run_data`."""
+    """The options for documents with completions. fits_teachers: see `load_run_data`."""
     student = config.student
     with as_config_error("student.model"):
         end_ids = read_end_ids(student.model, student.revision, trust_remote_code=student.trust_remote_code)
@@ -145,7 +146,7 @@ def _load_options(config: RunConfig, *, fits_teachers: bool) -> LoadOptions:
 
 @dataclass(frozen=True)
 class _Loader:
-    """Loads documents. options: those of documents of data.eval. The other fields: see `load_documents`."""
+    """Loads documents. options: the options for documents of data.eval. The other fields: see `load_documents`."""
 
     data: DataConfig
     options: LoadOptions
@@ -154,9 +155,11 @@ class _Loader:
     readers: Mapping[str, TeacherMedia]
 
     def splits(self, rollouts: Sequence[RolloutConfig], tools: Sequence[ToolSchemas]) -> dict[str, Documents]:
-        """The documents by split: train, eval if there are held-out ones, dataset if rollouts take a share from it.
+        """The documents by split: train, eval if there are held-out documents, dataset if rollouts take a share from
+        it.
 
-        rollouts: the section rollout for each source of prompts; without it, the training documents have completions.
+        rollouts: the section rollout for each source of prompts. If it is empty, the training documents have
+            completions.
         tools: the schemas of the tools of each of these sources.
         """
         weighted, share = self.data.weighted_sources, self.data.eval
@@ -195,7 +198,7 @@ class _Loader:
         return {which: splits[which] for which in ("train", "dataset", "eval") if which in splits}
 
     def _train(self, sources: Sequence[tuple[str, ToolSchemas, RolloutConfig | None]]) -> Documents:
-        """The documents of sources of data.train; with the section rollout, prompts with their records."""
+        """The documents of sources of data.train. A source with a section rollout has prompts and records."""
         loaded: dict[str, Documents] = {}
         for path, tools, rollout in sources:
             options = replace(self.options, tools=tools)
@@ -241,8 +244,7 @@ def _proven_tools(
     tokenizer: PreTrainedTokenizerBase,
     processor: MediaProcessor | None,
 ) -> ToolSchemas:
-    """The schemas of the tools of one source of prompts. full_key: returns the full key of one of its keys.
-
+    """The schemas of the tools of one source of prompts. full_key: returns the full key for a key of the source.
     Raises ConfigError for tools that cannot be used, and for a chat template whose calls cannot be parsed, or which
     cannot write the replies of environments as turns.
     """
@@ -261,7 +263,7 @@ def _media_processor(
     *,
     template_is_set: bool,
 ) -> MediaProcessor | None:
-    """A model's processor of media; None if it has none. template_is_set: whether another chat template is used."""
+    """A model's processor of media, or None. template_is_set: whether another chat template replaces its own."""
     with as_config_error(f"{section}.model"):
         return find_media_processor(
             str(model.model),
@@ -276,7 +278,9 @@ def _media_processor(
 def _media_inputs(
     processor: MediaProcessor, readers: Mapping[str, TeacherMedia], splits: Collection[Documents]
 ) -> tuple[MediaInputs, dict[str, str], list[Any]]:
-    """The inputs from media, the hashes of the models' processors by their sections, and the processors' identity."""
+    """The inputs from media, the hashes of the models' processors by their sections, and the identity of all
+    processors.
+    """
     for documents in splits:
         processor.check_texts(documents)
     teachers, identities = dict[str, MediaInputs | None](), {"student": processor.identity()}
@@ -297,9 +301,8 @@ def _load_tokenizers(
     chat_template: str | None,
     stores: Mapping[str, SignalStore],
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """Load the student's tokenizer. Returns the tokenizer and warnings. teachers, stores: by the teachers' sections.
-
-    Raises ValueError if a teacher has another tokenizer. Stores without a tokenizer are not compared here.
+    """Load the student's tokenizer, and return it with warnings. teachers, stores: by the keys of the teachers'
+    sections. Raises ValueError if a teacher has another tokenizer. Stores without a tokenizer are not compared here.
     """
     tokenizer, warnings = _tokenizer("student", student), list[str]()
     if chat_template is not None:
@@ -333,9 +336,8 @@ def _tokenizer(section: str, model: StudentConfig | TeacherConfig) -> PreTrained
 
 
 def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Set the chat template of a tokenizer. source: a file with a template, or another tokenizer.
-
-    Raises ValueError if there is no template, or if the template cannot render a conversation.
+    """Set the chat template of a tokenizer. source: a file with a template, or another tokenizer. Raises ValueError
+    if there is no template, or if the template cannot render a conversation.
     """
     require_template(source)
     template: str | dict[str, str] | None
@@ -358,10 +360,9 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
 def _require_same_conversation(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, accepted: Sequence[str], key: str
 ) -> None:
-    """Raise ConfigError if student and teacher have different chat templates or end-of-sequence tokens.
-
-    The teacher would score conversations in a format on which it was not trained.
-    accepted: the differences that the user allows, which is the value of `key` in the configuration.
+    """Raise ConfigError if student and teacher have different chat templates or end-of-sequence tokens. The teacher
+    would then score conversations in a format on which it was not trained. accepted: the differences that the user
+    allows; it is the value of `key` in the configuration.
     """
     if "eos" not in accepted and student.eos_token != teacher.eos_token:
         raise ConfigError(

@@ -28,7 +28,7 @@ BY_ORIGIN = "objective.by_origin"
 class RunObjective:
     """The sections that decide what a run minimises.
 
-    rollouts: the section rollout for each source of prompts; empty without it.
+    rollouts: the section rollout for each source of prompts; empty without rollouts.
     rollout_key: returns the full key that sets a key of rollout for a source of prompts.
     """
 
@@ -41,7 +41,9 @@ class RunObjective:
 
     @cached_property
     def spec(self) -> ObjectiveSpec:
-        """The parsed objective. Raises ConfigError if it, or an additional loss, contradicts another section."""
+        """The parsed objective. Raises ConfigError if the objective or an additional loss contradicts another
+        section.
+        """
         objective = self.objective
         specs = {key: self._parsed(key, loss) for key, loss in objective.losses.items()}
         if objective.by_origin is None:
@@ -49,7 +51,7 @@ class RunObjective:
         else:
             spec = ObjectiveSpec.from_origins(dict(zip(objective.by_origin.losses, specs.values(), strict=True)))
         if (teachers := self.teachers) is not None:
-            # without a route, the weights are normalised to the sum 1
+            # without a route, the weights are divided by their sum
             total = sum(teacher.weight for teacher in teachers.named.values()) if teachers.route is None else 1.0
             shares = {name: TeacherShare(one.weight / total, one.temperature) for name, one in teachers.named.items()}
             spec = replace(spec, teachers=shares, is_mixture=teachers.sum == "distributions")
@@ -78,15 +80,14 @@ class RunObjective:
         return self._parts(self.spec)
 
     def temperature_of(self, teacher: TeacherConfig) -> float:
-        """The temperature of a teacher's divergence: that of the teacher's section, or else of the objective."""
+        """The temperature of a teacher's divergence, from the teacher's section or else from the objective."""
         if isinstance(teacher, NamedTeacherConfig) and teacher.temperature is not None:
             return teacher.temperature
         return self.objective.temperature
 
     def in_words(self, stores: Mapping[str, SignalStore]) -> str:
-        """The resolved objective as a sentence: the first line that a run prints.
-
-        stores: by the keys of the teachers' sections
+        """The resolved objective as a sentence: the first line that a run prints. stores: by the keys of the
+        teachers' sections.
         """
         teachers, over = "", ""
         if self.teacher is not None and (self.spec.needs_teacher or any(part.needs_teacher for part in self.parts)):
@@ -119,7 +120,6 @@ class RunObjective:
         return f"minimise {self.spec.in_words()}{''.join(kind.in_words(sections) for kind in _part_types())}"
 
     def _targets_in_words(self) -> str:
-        """Describe which tokens are targets."""
         if not self.rollouts:
             if self.objective.tokens == "all":
                 return "all tokens, also those of prompts"
@@ -141,7 +141,7 @@ class RunObjective:
 
     def _parsed(self, key: str, loss: str) -> ObjectiveSpec:
         """Parse the expression of the run, or of one origin, and add the rollouts' correction, discount and sampling
-        temperature. Raises ConfigError if it contradicts the section `rollout`.
+        temperature. Raises ConfigError if the expression contradicts the section `rollout`.
         """
         temperature, is_squared = self.objective.temperature, self.objective.scale_by_temperature_squared
         spec = read_objective(loss, load_all("stillhouse.divergences"), temperature, is_squared)
@@ -186,7 +186,7 @@ class RunObjective:
 
 
 def _part_types() -> list[type[LossPart]]:
-    """The registered losses beside the objective, those of the student's section first."""
+    """The registered losses beside the objective; the losses of the student's section are first."""
     types = (kind.part() for kind in load_all("stillhouse.parts").values())
     return sorted(types, key=lambda kind: kind.key, reverse=True)
 
@@ -209,7 +209,6 @@ def _require_terms_of(key: str, loss: str, spec: ObjectiveSpec) -> None:
 
 
 def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:
-    """Describe the tokens over which a teacher's divergence is computed."""
     if store is None or store.signal.is_exact:
         return "over the full vocabulary"
     tail = f" (tail: {teacher.tail})" if store.signal.has_tail else ""
