@@ -81,7 +81,6 @@ class Episodes:
 
     def __call__(self, prompt: str, completion: str, record: Mapping[str, Any], source: str, episode: Episode) -> Any:
         """The reply to the last turn of an episode, or the reward of the sample.
-
         Raises UserFunctionError if a method fails, or if an earlier turn gets another reply than before.
         """
         about, turns = about_completion(completion, source), episode.turns

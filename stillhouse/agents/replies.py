@@ -51,9 +51,7 @@ class TextReplies(TurnReplies):
         return self._calls.request(sample.arguments, self._episode(sample))
 
     def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
-        """See `TurnReplies`. Warns if the reply follows a complete turn of a conversation and begins no turn of the
-        student.
-        """
+        """See `TurnReplies`. Warns if the reply follows a complete turn of a conversation and begins no new turn."""
         if not (text := future.result()):
             return None
         is_complete = int(sample.turns[-1][-1]) in self._special
@@ -152,9 +150,7 @@ class ToolReplies(TurnReplies):
         return [(call.name, call.arguments, call.problem) for call in self._tool_calls(ids_N)]
 
     def _tool_calls(self, ids_N: np.ndarray) -> list[ToolCall]:
-        """The calls that a turn makes. There are none if the turn ends with another special token than the template's
-        marker.
-        """
+        """The calls that a turn makes; none if it ends with another special token than the template's marker."""
         if ids_N[-1] == self._format.marker_id:
             ids_N = ids_N[:-1]
         elif int(ids_N[-1]) in self._special:
@@ -162,9 +158,7 @@ class ToolReplies(TurnReplies):
         return self._format.calls(self._tokenizer.decode(ids_N, clean_up_tokenization_spaces=False))
 
     def _bounded(self, text: str) -> str:
-        """The text if it has at most `most_tokens` tokens, and otherwise its beginning and a sentence that it was
-        cut.
-        """
+        """The text, or its beginning and a sentence about the cut, with at most `most_tokens` tokens."""
         most, count = self._most_tokens, len(beginning(self._format.text.ids, text, self._most_tokens))
         if count == len(text) and len(self._format.text.ids(text)) <= most:
             return text

@@ -31,9 +31,7 @@ _REPLIES = (f"Reply{ANCHOR}", '75001 "b" <c>\n{d} [é]', "no")
 
 
 class OrdinaryText:
-    """Tokenizes texts, with added tokens of the tokenizer as ordinary text. key: the key of the configuration, for
-    errors.
-    """
+    """Tokenizes added tokens of the tokenizer as ordinary text. key: the key of the configuration, for errors."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str):
         self.tokenizer, self.key = tokenizer, key
@@ -161,7 +159,6 @@ class TurnFormat:
 
 class ReplyFormat(TurnFormat):
     """Writes replies of the role `user` or `tool` after turns of the assistant. processor: see `ChatTemplate`.
-
     Raises ValueError unless this is proven: after a turn of the assistant, the template writes its end marker, and
         then a text with the unchanged reply that ends with the generation prompt. This text is the same after one
         turn and after several, with and without a system message, and with and without tools, if the template accepts
@@ -220,9 +217,7 @@ class ReplyFormat(TurnFormat):
 
 
 def generation_prompt(tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None = None) -> str:
-    """The text that the chat template writes after a question for the next turn, or "" if there is no such text or no
-    template.
-    """
+    """The text that the chat template writes after a question for the next turn, or "" without such a text."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return ""
     try:

@@ -118,7 +118,6 @@ class ToolCall:
 class ToolFormat(TurnFormat):
     """How a tokenizer's chat template writes calls of tools and replies to them. schemas: the schemas of the tools.
     processor: see `ChatTemplate`.
-
     Raises ValueError if no format is proven: if a call that the template writes is not parsed back as the same call,
         if the template does not write a reply after the turn, or if it writes the turn differently with a reply.
     """
@@ -154,9 +153,7 @@ class ToolFormat(TurnFormat):
             self._prove_ids(messages, self.schemas, self.reply_ids(names, replies))
 
     def calls(self, turn: str) -> list[ToolCall]:
-        """The calls in a turn of the model. turn: without its end marker. The model reads the problem of a call as
-        the reply.
-        """
+        """The calls in a turn of the model without its end marker. The problem of a call is a text for the model."""
         try:
             message = parse_response(turn, self._parsed_by, prefix=self.prompt, tools=self.schemas)
         except _UNPARSED as error:

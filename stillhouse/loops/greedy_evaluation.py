@@ -177,7 +177,6 @@ def evaluate_tasks(
 
 
 def _text_requests(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[GenerationRequest]:
-    """Return requests for these texts, which are tokenized like prompts in training."""
     template = StringTemplate(tokenizer, ("prompt",), "none")
     prompts = template.encode([Rendered("", prompt=text) for text in texts])
     return [GenerationRequest(number, prompt.ids, seed=number) for number, prompt in enumerate(prompts)]
@@ -194,7 +193,6 @@ class HeldOutPrompt:
 
 def choose_prompts(documents: Documents, count: int, processor: MediaProcessor | None = None) -> list[HeldOutPrompt]:
     """Choose up to `count` prompts, the same prompts in every run on this data. Prompts of several sets alternate.
-
     A document is cut before its first target. A document without a prompt is cut after half of its tokens, but after
     at most `PROMPT_TOKENS` tokens. No document is cut before its last media. A document with nothing after the cut is
     left out. processor: the processor of the media.

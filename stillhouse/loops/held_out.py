@@ -215,9 +215,8 @@ class _ShownTokens:
 def gradients_by_term(
     spec: ObjectiveSpec, student: FullVocab, teacher: FullVocab, labels_C: Tensor, weights_C: Tensor
 ) -> list[dict[str, OfTerm]]:
-    """For each row, the value of each term and its gradient with respect to the student's logits. A row with weight 0
-    has no entries. The gradient is that of weight · scale · value; a training step also divides by the number of
-    target tokens.
+    """The value of each term and its gradient with respect to the student's logits, for each row; none for weight 0.
+    The gradient is that of weight · scale · value; a training step also divides by the number of target tokens.
     """
     head = student.head
     vocabulary = common_vocabulary([head, teacher.head])  # also for a term that needs no teacher

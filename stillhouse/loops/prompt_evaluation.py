@@ -82,7 +82,6 @@ class PromptEvaluation:
 
     def evaluate(self, step: int) -> tuple[dict[str, float], list[EvalSample]]:
         """Return the metrics `eval/prompts/…` and some completions, the same on all ranks. A collective.
-
         `reverse_kl` is a mean over the student's tokens. The other metrics are means over completions; `ended` is the
         share of completions that the student ended. Raises the errors of `completed`.
         """
@@ -134,9 +133,7 @@ class PromptEvaluation:
 def eval_sample(
     step: int, data: Data, documents: Documents, number: int, prompt_N: np.ndarray, completion: Completion
 ) -> EvalSample:
-    """The record of a completion of a held-out prompt, without a reference. number: the number of the prompt's
-    document.
-    """
+    """The record of a held-out prompt's completion, without a reference. number: the number of the document."""
     return EvalSample(
         step=step,
         number=number,
@@ -151,9 +148,7 @@ def eval_sample(
 
 
 def shared_prompts(train: Documents, prompts: Documents) -> str | None:
-    """A warning about held-out prompts that an on-policy run trains on, or None if there are none. train: its
-    prompts.
-    """
+    """A warning about held-out prompts that an on-policy run trains on, or None. train: the prompts of training."""
     if prompts.media is not None:  # several files may have the same question
         return None
     held_out = [prompts.tokens(number).tobytes() for number in range(len(prompts))]

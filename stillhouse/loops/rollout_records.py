@@ -103,9 +103,9 @@ class RolloutMetrics:
         return metrics
 
     def _policy(self, step: SampledStep) -> dict[str, float]:
-        """The staleness, the ratios, and the mean and largest difference of log-probabilities. `log_ratio_fresh` is
-        the mean over tokens of the current weights; it is absent if there are no such tokens. A collective of all
-        processes.
+        """The staleness, the ratios, and the mean and largest difference of log-probabilities. A collective of all
+        processes. `log_ratio_fresh` is the mean over tokens of the current weights; it is absent if there are no such
+        tokens.
         """
         counts, sums = staleness(step.samples, step.number), step.output.sums
         metrics = {
@@ -157,7 +157,6 @@ class RolloutMetrics:
 
     def _source_means(self, sums: dict[str, float]) -> dict[str, float]:
         """The means of the terms of one source over its target tokens, for all teachers and origins together.
-
         As in `step_metrics.means`, the mean over teachers has the teachers' weights, unless each document has one
         teacher. A term of some origins is a mean over the tokens of these origins.
         """

@@ -70,9 +70,7 @@ class Models:
 
     @property
     def teacher(self) -> Decoder | None:
-        """The teacher, or its part on this process's first stage. It is None unless there is one teacher model in
-        this job.
-        """
+        """The teacher, or its part on this process's first stage; None unless there is one teacher model here."""
         return self.source.decoders.get("teacher", self.engine.student.teacher)
 
     @property
@@ -102,9 +100,7 @@ class Models:
 
     @property
     def packing_in_words(self) -> dict[str, str]:
-        """For each model that needs special packing, by the key of its section: a description of how its documents
-        are packed.
-        """
+        """How documents are packed, by the models' sections, for models that need special packing."""
         decoders = {"student": self.student, **self.teachers}
         packings = {key: decoder.packing for key, decoder in decoders.items()}
         return {key: str(way) for key, way in packings.items() if way.name != PACKED or way.attention.in_words}
@@ -113,9 +109,7 @@ class Models:
         return self.engine.student.shard(micro_batches, training=training)
 
     def step(self, micro_batches: ShardedMicroBatches, engine: Engine | None = None) -> StepOutput:
-        """Request a step's signals, then run its forward and backward. engine: if it is None, the run's own engine is
-        used.
-        """
+        """Request a step's signals, then run its forward and backward. engine: by default the run's engine."""
         engine = engine or self.engine
         signals = self.source_for(engine).request(micro_batches).result()
         return engine.forward_backward(micro_batches, signals, micro_batches.all_ranks.normalizer)
@@ -172,8 +166,8 @@ class Data:
         return replace(self, train=self.train.with_media_inputs(media_inputs), evaluation=evaluation)
 
     def sorted_by_length(self, max_tokens: int, held_out_tokens: int) -> "Data":
-        """A copy of the data in sequences of documents of similar lengths (see `PackedSequences`). The arguments are
-        the capacities.
+        """A copy of the data with sequences of documents of similar lengths and these capacities (see
+        `PackedSequences`).
         """
         evaluation = None if self.evaluation is None else self.evaluation.sorted_by_length(held_out_tokens)
         return replace(self, train=self.train.sorted_by_length(max_tokens), evaluation=evaluation)

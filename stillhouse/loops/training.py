@@ -186,7 +186,7 @@ class Training:
         return saved
 
     def _record(self) -> None:
-        """Record the samples and the functions' states. Raises ValueError on all ranks if a state cannot be saved."""
+        """Record samples and functions' states. Raises ValueError on all ranks if a state cannot be saved."""
         self._queue_state = None if self.queue is None else self.queue.state()
         with self.session.models.ranks.all_raise(ValueError):
             if self.functions is None:
@@ -261,7 +261,6 @@ def _progress(
     functions: FunctionStates | None,
     on_policy: bool,
 ) -> Progress:
-    """Load the checkpoint, if there is one, and return the run's progress at its start."""
     progress = Progress()
     if checkpoint is not None:
         progress = load_checkpoint(checkpoint, models.engine)

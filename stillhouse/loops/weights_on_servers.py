@@ -162,9 +162,7 @@ class ServerWatch(SignalWatch):
 
 
 def probe_prompts(prompts: Documents) -> list[int]:
-    """Return the numbers of the prompts that servers complete as probes. If some prompts have media, only they are
-    used.
-    """
+    """Return the numbers of the prompts for the probes: only prompts with media, if there are some."""
     numbers = np.arange(len(prompts))
     if prompts.has_media:
         assert prompts.media is not None

@@ -143,8 +143,8 @@ class StepPacker:
 
     def micro_batches(self, documents: Documents, parts: int = 1) -> PackedMicroBatches:
         """The micro-batches of some documents. parts: the minimum number of micro-batches, if there are as many
-        documents. Completions are often far shorter than `data.max_tokens`, so some processes could otherwise have no
-        micro-batch.
+        documents. Without it, some processes could get none, because completions are often far shorter than
+        `data.max_tokens`.
         """
         gaps = self.prompts.gaps
         widths_D = documents.widths(gaps, np.arange(len(documents)))

@@ -38,15 +38,11 @@ class RemoteWeights(Protocol):
     @property
     def probed(self) -> Mapping[str, Sequence[Completion]]: ...
     def set_proved(self, url: str, most: float) -> None:
-        """Record that a server's probe comes from the trainer's weights. most: the largest allowed difference in
-        nats.
-        """
+        """Record that a server's probe comes from the trainer's weights. most: the largest difference in nats."""
 
 
 class RemoteEngine(Protocol):
-    """Servers that generate completions, with published weights or with their own. Only the first rank has this
-    object.
-    """
+    """Servers that generate completions, with published weights or with their own. Only the first rank has it."""
 
     @property
     def weights(self) -> RemoteWeights: ...
@@ -158,9 +154,7 @@ class InJobEngine:
         return completions
 
     def update_weights(self, version: int) -> None:
-        """Use the student's present weights from now on; all ranks must call this. version: the number of these
-        weights.
-        """
+        """Use the student's present weights from now on; all ranks must call this. version: their number."""
         if self._copy is not None:
             self._copy.refresh()
         self.version = version
@@ -206,8 +200,8 @@ class StudentCopy:
 
     @torch.no_grad()
     def refresh(self, *, with_frozen: bool = False) -> None:
-        """Copy the student's trained weights, one tensor at a time; all ranks must call this. with_frozen: also copy
-        frozen ones.
+        """Copy the trained weights, one tensor at a time; all ranks must call this. with_frozen: also copy frozen
+        weights.
         """
         held = self._student.stage_weights()
         here = self.mesh.weights.get_local_rank("pipeline")

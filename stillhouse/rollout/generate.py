@@ -39,7 +39,6 @@ class Generator:
     counted_rows: the number of rows of the head over which log-probabilities are normalised, or None for all rows.
     tokenizer: needed only for `sampling.stop`.
     processor: needed only for prompts with media.
-
     Raises ValueError if the model cannot generate, or if there are stop texts but no tokenizer.
     """
 
@@ -93,9 +92,8 @@ class Generator:
         return [completions_by_number[at] for at in range(len(requests))]
 
     def batches(self, requests: Sequence[GenerationRequest], least: int = 1) -> list[list[int]]:
-        """Divide requests into batches of similar lengths and the same sampling; a batch is a list of positions in
-        `requests`. least: the number of processes that share the batches. A batch has at most len(requests) / least
-        requests.
+        """Divide requests into batches of similar lengths and the same sampling. A batch is a list of positions in
+        `requests`, with at most len(requests) / least entries. least: the number of processes that share the batches.
         """
         samplings = [self._sampling(request) for request in requests]
         kinds = list(dict.fromkeys(samplings))
@@ -104,7 +102,7 @@ class Generator:
         batches: list[list[int]] = []
         prompt = limit = 0
         for at in sorted(range(len(requests)), key=lambda at: (kinds.index(samplings[at]), sizes[at], at)):
-            # each row of a batch needs the tokens of the longest prompt and of the largest max_new_tokens in the batch
+            # each row of a batch needs the tokens of the longest prompt and of the largest max_new_tokens in it
             prompt, limit = max(prompt, sizes[at][0]), max(limit, sizes[at][1])
             rows, last = (len(batches[-1]) + 1, batches[-1][0]) if batches else (0, at)
             fits = rows <= most_rows and rows * (prompt + limit) <= self.batch_tokens
@@ -168,7 +166,6 @@ class Generator:
         media: Mapping[str, Tensor],
     ) -> None:
         """Call the model's `generate`; `sampler` and `end` record the result. tokens: max_new_tokens.
-
         If a caller of `generate` omits a setting, transformers takes it from the model's `generation_config`, which
         may contain penalties, suppressed tokens and limits. So the model has an empty `generation_config` during the
         call.
@@ -243,7 +240,6 @@ class Generator:
 @torch.no_grad()
 def check_generation(decoder: Decoder, device: torch.device, processor: MediaProcessor | None = None) -> None:
     """Raise ValueError with the model type if the model's `generate` fails or disagrees with the forward pass.
-
     The log-probabilities of completions of two short prompts of different lengths are compared with the
     log-probabilities of a forward pass without a cache and without padding. processor: the processor of the model's
     media; if it is given, prompts with media are also completed.
@@ -288,7 +284,6 @@ def check_generation(decoder: Decoder, device: torch.device, processor: MediaPro
 def _rounded_once(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Run matrix products in `dtype`, and round each float32 matrix only once in the block instead of once per new
     token.
-
     Autocast keeps rounded copies only of weights that require a gradient, so frozen weights require one in the block.
     Until the end of the block, the copies need half the memory of the float32 matrices.
     """
@@ -304,9 +299,7 @@ def _rounded_once(model: PreTrainedModel, device: torch.device, dtype: torch.dty
 
 
 class RoomyLayer(DynamicLayer):
-    """A layer of the cache with memory for `tokens` tokens. Further tokens are concatenated, as in transformers' own
-    layer.
-    """
+    """A layer of the cache with memory for `tokens` tokens. As in transformers, further tokens are concatenated."""
 
     keys: Any
     values: Any

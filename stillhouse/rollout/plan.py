@@ -107,9 +107,7 @@ class PromptPlan:
         return self.group(self.group_of(sample)).source
 
     def sample_seed(self, sample: int, turn: int) -> int:
-        """The seed for sampling one turn of a sample, below 2^63. The first source's seeds do not depend on other
-        sources.
-        """
+        """The seed for one turn of a sample, below 2^63. The first source's seeds do not depend on other sources."""
         group, place = divmod(sample, self.numbers_per_group)
         _, source, number, _ = self.group(group)
         source_number = number * self.sources[source].samples_per_prompt + place

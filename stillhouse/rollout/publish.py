@@ -143,9 +143,7 @@ def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) 
 
 
 def _write_adapter(partial: Path, student: DistributedStudent) -> None:
-    """Each stage writes its matrices to the shared folder. Rank 0 reads these files and writes one adapter in the
-    format of peft.
-    """
+    """Each stage writes its matrices to the shared folder. Rank 0 merges these files into one adapter for peft."""
     weights = student.stage_weights()
     matrices = {name: _gather(weight, student) for name, weight in weights.items() if is_lora(name)}
     number = student.ranks.rank if _collects(student) else -1
@@ -187,15 +185,12 @@ def _collects(student: DistributedStudent) -> bool:
 
 
 def _as_saved(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert tensors to the form in which transformers saves them; for example, stacked experts become separate
-    tensors.
-    """
+    """Convert tensors as transformers does to save them; for example, stacked experts become separate tensors."""
     return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 
 
 def _buckets(model: PreTrainedModel, shapes: dict[str, Tensor], bucket_bytes: int) -> list[list[list[str]]]:
     """Divide tensors into files. A file is a list of groups; transformers converts the tensors of a group together.
-
     shapes: the tensors on the meta device. Most groups have one tensor. If transformers joins tensors of a layer when
         it saves, such as the query, key and value matrices, the layer is a group. Raises ValueError if it joins
         several layers.
@@ -267,9 +262,7 @@ def _write_manifest(
 
 @contextmanager
 def _errors_on_all_ranks(student: DistributedStudent) -> Iterator[None]:
-    """If one rank raises ValueError or OSError in the block, all ranks raise it. Otherwise, the other ranks would
-    wait forever.
-    """
+    """If a rank raises ValueError or OSError in the block, all ranks raise it. Otherwise, they would wait forever."""
     with student.ranks.all_raise(ValueError, OSError):
         try:
             yield

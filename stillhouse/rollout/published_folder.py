@@ -102,9 +102,7 @@ class PublishedFolder:
             raise ValueError(f"{self.path} does not hold the files that its {MANIFEST} names: {_AGAIN}")
 
     def read(self, name: str, most_bytes: int) -> bytes:
-        """Read a file that the manifest names. Raises ValueError if its hash differs or if it has more than
-        `most_bytes` bytes.
-        """
+        """Read a file of the manifest. Raises ValueError for another hash, and for more than `most_bytes` bytes."""
         with self._opened(name, most_bytes) as file:
             content = file.read(os.fstat(file.fileno()).st_size)
         self._require_hash(name, hashlib.sha256(content).hexdigest())
@@ -122,9 +120,7 @@ class PublishedFolder:
 
     @contextmanager
     def _opened(self, name: str, most_bytes: int) -> Iterator[IO[bytes]]:
-        """Open a regular file directly in the folder. Raises ValueError for other kinds of files, without opening
-        them.
-        """
+        """Open a regular file directly in the folder. Raises ValueError for other files, and does not open them."""
         path = self.path / escaped(name)[:200]
         try:
             # the file type is also checked before opening, because opening a device may already have an effect

@@ -63,9 +63,9 @@ class RolloutQueue:
         self.taken_times = (0.0, 0.0)
 
     def start(self, step: int) -> None:
-        """Begin all groups that are due at a step, and samples that are missing after a resume. The engine has the
-        step's weights. Servers get the requests now; an engine in this job must complete `samples` before `collect`
-        is called.
+        """Begin all groups that are due at a step, and samples missing after a resume. The engine has the step's
+        weights. Servers get the requests now; an engine in this job must complete `samples` before `collect` is
+        called.
         """
         for later in range(step, self.schedule.last_requested(step) + 1):
             for group in self.plan.groups(later):
@@ -209,7 +209,6 @@ class RolloutQueue:
 
     def _least(self, step: int) -> dict[int, int]:
         """For each step `until` from this step on: how many of the groups due by `until` this step must train on.
-
         A group is due by `until` if no step after `until` may train on it. The later steps up to and including
         `until` have room for some of the due groups. This step must train on the rest. The number may be negative.
         """

@@ -21,9 +21,7 @@ _REPEATED_AFTER = 8
 
 
 class RepeatedCall:
-    """Repeats the first call of a part later, and warns if the result is another number. name: the name in the
-    warning.
-    """
+    """Repeats the first call of a part later, and warns if the result differs. name: the name in the warning."""
 
     def __init__(self, name: str, warn: Callable[[str], None]):
         self._name, self._warn, self._count = name, warn, 0
@@ -135,9 +133,7 @@ class PendingReward:
         return all(future.done() for future in self.futures)
 
     def added_to(self, sample: Sample) -> Sample:
-        """The sample with its reward. All parts must be done. If parts have failed, the error of the first of them is
-        raised.
-        """
+        """The sample with its reward. All parts must be done. Raises the error of the first part that has failed."""
         self.sum.compare_repeated()
         results = [future.result() for future in self.futures]
         value = sum(part.weight * result for part, result in zip(self.sum.parts, results, strict=True))
@@ -208,8 +204,6 @@ def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
 
 
 def _scaled(rewards: Sequence[float]) -> tuple[list[float], int]:
-    """Divide the rewards by a power of two so that none is above 1, and return them with its exponent. The division
-    is exact.
-    """
+    """Divide the rewards by a power of two, which is exact, so that none is above 1; also return the exponent."""
     exponent = math.frexp(max(map(abs, rewards)))[1]
     return [math.ldexp(reward, -exponent) for reward in rewards], exponent

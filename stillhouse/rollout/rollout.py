@@ -78,7 +78,6 @@ class Rollout:
 
     def take(self, step: int, timeline: RolloutLog) -> list[Sample]:
         """Return the samples of a step, with rewards and advantages, on all ranks. A collective of all processes.
-
         First, the engine gets the weights of this step and the requests that are due. Except under async, the
         completions for this step are finished before the weights change. All ranks raise the errors of rank 0:
         ValueError, UserFunctionError, and the errors of `errors_of_signals`.

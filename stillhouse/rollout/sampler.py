@@ -91,7 +91,6 @@ class TokenSampler(LogitsProcessor):
 
     def _sample(self, input_ids_BS: Tensor, scores_BV: Tensor, weights_BV: Tensor) -> Tensor:
         """Choose a block of `_BLOCK` ids, then an id of this block. weights_BV: exp(scores_BV).
-
         Both choices take the entry with the largest sum of log-probability and Gumbel noise. A block's probability is
         the sum over its ids. Every block and every id has its own noise. So a rounding difference in the scores, for
         example in another batch or layout, very rarely changes the sampled token.
@@ -115,9 +114,7 @@ class TokenSampler(LogitsProcessor):
         return ids_BC.gather(1, (inside_BC + noise_BC).argmax(-1, keepdim=True))[:, 0]
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """The ids, int32, and their log-probabilities, float32, [B, steps]. Values after the end of a row are
-        undefined.
-        """
+        """The ids, int32, and their log-probabilities, float32, [B, steps]; undefined after the end of a row."""
         ids_BN, log_probs_BN = torch.stack(self._ids_B, 1), torch.stack(self._log_probs_B, 1)
         return ids_BN.int().cpu().numpy(), log_probs_BN.float().cpu().numpy()
 
@@ -159,9 +156,7 @@ class EndOfCompletion(StoppingCriteria):
         return self._length_B > 0
 
     def result(self) -> tuple[list[int], list[bool]]:
-        """For each completion, the number of tokens, and whether it ended by itself. Otherwise, it was cut at its
-        limit.
-        """
+        """For each completion, the number of tokens, and whether it ended by itself before its limit."""
         return self._length_B.tolist(), self._is_stop_B.tolist()
 
 
@@ -181,7 +176,6 @@ def stop_texts(
 
 def _gumbel(seeds_B2: Tensor, counters_BC: Tensor) -> Tensor:
     """Gumbel noise in float32 for each counter and pair of seeds (all int32).
-
     The noise is −log(−log(1 − u)), where u is uniform. Large noise, which decides a sample, comes from a small u, and
     a small u is exact in float32. A u that rounds to 1 would give −inf, so u is clamped to the largest float32 below
     1. The 31 bits of u are a hash of counter and seeds, and the same on every device.

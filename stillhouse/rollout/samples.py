@@ -97,9 +97,7 @@ class OpenSample:
         return (call is not None and not call[1].done()) or (reward is not None and not reward.done())
 
     def texts(self, tokenizer: PreTrainedTokenizerBase, parts: Sequence[Completion]) -> CallArguments:
-        """The arguments of a call of a reward or an environment: the prompt, these parts as a text, the record and
-        its source.
-        """
+        """The arguments of a reward or an environment: prompt, text of these parts, record and source."""
         completion = tokenizer.decode(Completion.joined(parts).ids_N, skip_special_tokens=True)
         return tokenizer.decode(self.prompt_ids), completion, self.record, self.source
 
@@ -198,9 +196,7 @@ class Samples:
             self._next.append(sample)
 
     def take_requests(self) -> list[GenerationRequest]:
-        """Return the requests for the completions that are needed now. An engine must put the completions into the
-        inbox.
-        """
+        """Return the requests for the completions needed now. An engine must put the completions into the inbox."""
         samples, self._next, requests = self._next, [], list[GenerationRequest]()
         with self._lock:
             for sample in samples:
@@ -222,9 +218,7 @@ class Samples:
         return requests
 
     def next_requests(self) -> list[GenerationRequest]:
-        """Wait until completions are needed, and return their requests, or [] at the end. Raises the errors of
-        `receive`.
-        """
+        """Wait until completions are needed, and return their requests, or [] at the end. Raises as `receive`."""
         while not self._next and self._rounds:
             if not self.receive(SECONDS_BETWEEN_LOOKS):
                 self.alive()
@@ -337,7 +331,6 @@ class Samples:
             self._arrivals.put(arrival)
 
     def _add_completions(self, arrivals: Sequence[Any]) -> tuple[list[OpenSample], list[Exception]]:
-        """Add completions to their samples, and return these samples and the errors of requests."""
         completed, errors = list[OpenSample](), list[Exception]()
         for number, result, at in (arrival for arrival in arrivals if isinstance(arrival, tuple)):
             if number not in self._requested:  # this completion has arrived before
@@ -353,9 +346,7 @@ class Samples:
         return completed, errors
 
     def _call_about(self, sample: OpenSample, parts: Sequence[Completion], turn: int) -> None:
-        """Request the reply to a turn, or the rewards of a sample that ends with the turn. Does this only once for a
-        turn.
-        """
+        """Request the reply to a turn, or the rewards of a sample that ends with it; only once for a turn."""
         with self._lock:
             if turn in sample.reply_calls:
                 return
@@ -375,9 +366,7 @@ class Samples:
         return [members for members in self._rounds if not any(sample.is_waiting for sample in members)]
 
     def _missing_reward(self, sample: Sample) -> PendingReward | None:
-        """The reward of a finished sample, which may come from a checkpoint. None if the sample needs no reward or
-        has one.
-        """
+        """The reward of a finished sample, possibly from a checkpoint. None if none is missing."""
         if self.settings_of(sample.number).reward is None or sample.reward is not None:
             return None
         if sample.number not in self._rewards:
@@ -387,9 +376,7 @@ class Samples:
         return self._rewards[sample.number]
 
     def _request_rewards(self, sample: OpenSample, parts: Sequence[Completion]) -> None:
-        """Request the reward of a sample that has ended, and its object's part of the reward, unless they are
-        requested.
-        """
+        """Request the reward of an ended sample, and its object's part, unless they are requested already."""
         with self._lock:
             if sample.settings.object_gives_reward and sample.object_reward is None:
                 assert sample.settings.environment is not None

@@ -49,8 +49,8 @@ class SampleTurns:
 
 
 class Calls(Protocol):
-    """Calls functions of the user or servers, by their configuration key and their path or URL. If a call fails, its
-    future raises UserFunctionError.
+    """Calls functions or servers by configuration key and path or URL. If a call fails, its future raises
+    UserFunctionError.
     """
 
     def request(self, key: str, path: str, *arguments: Any) -> Future[Any]: ...
@@ -89,14 +89,11 @@ class TurnReplies(ABC):
 
     @abstractmethod
     def request(self, sample: SampleTurns) -> Future[Any] | None:
-        """Request the reply to the last turn, or return None if the sample ends with this turn. `reply` gets the
-        future.
-        """
+        """Request the reply to the last turn. None if the sample ends with this turn. `reply` gets the future."""
 
     @abstractmethod
     def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
         """The reply to the last turn, which has arrived. The sample ends if the reply is None or has no tokens.
-
         sample, future: the argument and the result of `request`. most: only this number of tokens from the beginning
             of the reply is needed. Raises UserFunctionError if the call has failed, or if a sample cannot have this
             reply.

@@ -67,8 +67,7 @@ def _functions_of(
     rollout: RolloutConfig, reward_kind: str, reward_key: str, full_key: Callable[[str], str]
 ) -> list[UserFunction]:
     """The functions of one source of prompts, or of eval.prompts. Raises the errors of `loaded_functions`.
-    reward_kind: the kind of its rewards. reward_key: the full key of its rewards. full_key: returns the full key of
-    another key.
+    reward_kind: the kind of its rewards. reward_key: their full key. full_key: returns the full key of another key.
     """
     environment = environment_of(rollout, full_key)
     rewards = [part.name for part in reward_parts(rollout.reward) if part.is_function]
@@ -85,9 +84,7 @@ def _functions_of(
 
 
 def _require_state(function: UserFunction, workers: int, key: str) -> None:
-    """Raise ConfigError for a function with a state that a checkpoint cannot contain. key: the full key of the
-    function.
-    """
+    """Raise ConfigError for a state that a checkpoint cannot contain. key: the full key of the function."""
     with as_config_error(key):
         if not has_state(function):
             return

@@ -109,8 +109,8 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
 def _media_readers(
     config: RunConfig, in_job: Mapping[str, TeacherConfig], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[MediaProcessor | None, dict[str, TeacherMedia]]:
-    """The student's processor of media, or None; and by their names, the teachers in this job that may read other
-    media.
+    """The student's processor of media, or None, and the readers of media of the teachers in this job, by their
+    names.
     """
     data, student, has_template = config.data, config.student, config.data.chat_template is not None
     processor = _media_processor("student", student, tokenizer, data, template_is_set=has_template)
@@ -155,11 +155,8 @@ class _Loader:
     readers: Mapping[str, TeacherMedia]
 
     def splits(self, rollouts: Sequence[RolloutConfig], tools: Sequence[ToolSchemas]) -> dict[str, Documents]:
-        """The documents by split: train, eval if there are held-out documents, dataset if rollouts take a share from
-        it.
-
-        rollouts: the section rollout for each source of prompts. If it is empty, the training documents have
-            completions.
+        """The documents by split: train, eval if documents are held out, dataset if rollouts take a share of it.
+        rollouts: the section rollout for each source of prompts; empty if the training documents have completions.
         tools: the schemas of the tools of each of these sources.
         """
         weighted, share = self.data.weighted_sources, self.data.eval
@@ -278,9 +275,7 @@ def _media_processor(
 def _media_inputs(
     processor: MediaProcessor, readers: Mapping[str, TeacherMedia], splits: Collection[Documents]
 ) -> tuple[MediaInputs, dict[str, str], list[Any]]:
-    """The inputs from media, the hashes of the models' processors by their sections, and the identity of all
-    processors.
-    """
+    """The inputs from media, the hashes of the processors by their models' sections, and their common identity."""
     for documents in splits:
         processor.check_texts(documents)
     teachers, identities = dict[str, MediaInputs | None](), {"student": processor.identity()}

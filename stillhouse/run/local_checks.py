@@ -80,9 +80,7 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
 
 
 def require_writable(out: str) -> None:
-    """Raise ConfigError if a run's folder cannot be created or written. Creates a temporary folder in it to check
-    this.
-    """
+    """Raise ConfigError if a run's folder cannot be written. Creates a temporary folder in it to check this."""
     folder = Path(out)
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
@@ -103,9 +101,7 @@ def _require_function(path: str) -> None:
 
 
 def _require_server(url: str) -> None:
-    """Raise ValueError unless a server listens at the address. `distill` instead waits for the server, up to its
-    timeout.
-    """
+    """Raise ValueError unless a server listens at the address. `distill` instead waits, up to its timeout."""
     address = urlsplit(url)
     try:
         port = address.port or (443 if address.scheme == "https" else 80)

@@ -193,9 +193,7 @@ class ModelSources:
         return replace(source, load_weights=load)
 
     def _draw(self, decoder: Decoder) -> None:
-        """Initialize the weights that are not in files: the weights of LoRA, of losses inside layers, and of new MTP
-        layers.
-        """
+        """Initialize weights that are not in files: of LoRA, of losses inside layers, and of new MTP layers."""
         initialize_lora(decoder, self.seed)
         for loss in decoder.layer_losses.values():
             loss.initialize(self.seed)

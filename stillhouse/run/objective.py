@@ -41,9 +41,7 @@ class RunObjective:
 
     @cached_property
     def spec(self) -> ObjectiveSpec:
-        """The parsed objective. Raises ConfigError if the objective or an additional loss contradicts another
-        section.
-        """
+        """The parsed objective. Raises ConfigError if it, or an additional loss, contradicts another section."""
         objective = self.objective
         specs = {key: self._parsed(key, loss) for key, loss in objective.losses.items()}
         if objective.by_origin is None:
@@ -86,9 +84,7 @@ class RunObjective:
         return self.objective.temperature
 
     def in_words(self, stores: Mapping[str, SignalStore]) -> str:
-        """The resolved objective as a sentence: the first line that a run prints. stores: by the keys of the
-        teachers' sections.
-        """
+        """The resolved objective as a sentence, which a run prints first. stores: by the teachers' sections."""
         teachers, over = "", ""
         if self.teacher is not None and (self.spec.needs_teacher or any(part.needs_teacher for part in self.parts)):
             store = stores.get("teacher")
@@ -171,7 +167,7 @@ class RunObjective:
         )
 
     def _require_rewards(self, key: str, loss: str, spec: ObjectiveSpec) -> None:
-        """Raise ConfigError if the objective and the rewards of all sources, or the discount, do not fit."""
+        """Raise ConfigError if the objective or the discount contradicts the rewards of the sources."""
         without = [number for number, rollout in enumerate(self.rollouts) if rollout.reward is None]
         if spec.needs_rewards and without:
             is_of_all = len(without) == len(self.rollouts)

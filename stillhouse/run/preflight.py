@@ -72,7 +72,6 @@ def check_models(
     decoders: Mapping[str, Decoder], teachers: Mapping[str, TeacherConfig], data: Data, max_tokens: int
 ) -> list[str]:
     """Raise ValueError unless the models fit the data and the student can be saved. Returns warnings.
-
     decoders: the student, and the teachers in this job, by the keys of their sections. teachers: all teachers'
         sections
     max_tokens: the maximum number of tokens of a document; rows of several documents in `data` may be longer
@@ -139,7 +138,6 @@ def require_models_fit(
     device: torch.device,
 ) -> None:
     """Raise ConfigError if `quantize` or `offload` of a model is impossible under its layout or on the device.
-
     teachers: the teachers' sections, by their keys.
     own_layouts: the layouts of the teachers with the key `parallel`; all other teachers have the student's `layout`.
     """

@@ -59,7 +59,6 @@ from stillhouse.signals import SignalsLostError
 
 def distill(config: RunConfig) -> Path:
     """Start or resume the run of a configuration, and return the run's folder. A complete run is not changed.
-
     Raises ConfigError for a mistake in the configuration, and ValueError for a mistake in the data or models. Until
     all checks have passed, nothing is written except the empty folder and the files of its lock.
     """
@@ -145,9 +144,7 @@ def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: Intac
 
 
 def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress: Progress) -> None:
-    """Write the adapter (if any), the hashes of all files, and the model. The model is last: its folder marks a
-    complete run.
-    """
+    """Write the adapter (if any), the hashes of all files, and last the model: its folder marks a complete run."""
     resume = folder.checkpoints / folder_name(progress.step) / RESUME
     models, data = session.models, session.data
     processor_files = data.processor_files
@@ -342,9 +339,7 @@ def steps_in_words(schedule: StepSchedule, max_tokens: int, rollout: RolloutPlan
 
 
 def data_reports(data: Data, schedule: StepSchedule) -> dict[str, DataReport]:
-    """The reports on used, cut and skipped records, by split. If a split has several sets, each set also has a
-    report.
-    """
+    """The reports on used, cut and skipped records, by split, and by set for a split with several sets."""
     reports = {"train": data.train.documents.report}
     if data.train.weights is not None:
         shares = data.train.trained_shares(schedule.total_sequences).tolist()

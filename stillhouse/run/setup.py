@@ -113,7 +113,6 @@ class RunSetup:
 
     def model_hashes(self) -> dict[str, str]:
         """Fingerprints of the student and of the teachers, by the keys of their sections.
-
         A fingerprint is a hash of the model's files, the commit of a model on the hub, or the identity of a store.
         With `student.init`, the student's fingerprint also depends on the teacher's files, or on the seed of the
         initial weights. A teacher that is the student itself has no fingerprint.
@@ -134,9 +133,7 @@ class RunSetup:
         return fingerprints
 
     def models(self, mesh: Mesh, *, multimodal: bool = False) -> ModelSources:
-        """The sources of the models, for the processes of a mesh. multimodal: whether the models read media beside
-        text.
-        """
+        """The sources of the models for the processes of a mesh. multimodal: whether the models read media."""
         config = self.config
         return ModelSources(
             config.student,

@@ -106,9 +106,7 @@ def require_signals(
 
 
 def _with_completion(documents: Documents, tokens_of_sources: Sequence[int]) -> Documents:
-    """The document that is longest with a completion, extended by the completion's maximum number of tokens.
-    tokens_of_sources: this number for each source.
-    """
+    """The document that is longest with a completion, extended by it. tokens_of_sources: its tokens by source."""
     set_D = np.zeros(len(documents), dtype=np.int64) if documents.set_D is None else documents.set_D
     added_D = np.array(tokens_of_sources)[set_D]
     number = int((documents.lengths_D + added_D).argmax())
@@ -139,9 +137,7 @@ def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig,
 
 
 def _documents_of(section: str, route: str | None, documents: Documents) -> Documents:
-    """The documents that a teacher scores, with its prefix. route: the column that names the teacher of a document,
-    or None.
-    """
+    """The documents that a teacher scores, with its prefix. route: the column that names the teacher, or None."""
     name = section.partition(".")[2]
     if route is not None:
         documents = documents.select([row for row, value in enumerate(documents.columns[route]) if value == name])
@@ -153,7 +149,6 @@ def teacher_of_stages(
 ) -> ModelSource | None:
     """The source of the teacher whose layers run in the student's stages, or whose head is on the last stage. It is
     None if the student's stages need no model of the teacher.
-
     teacher, store: the single teacher, and its signal store if there is one.
     head_only: whether the teacher's layers do not run in the student's stages.
     """

@@ -33,8 +33,6 @@ class _ClosedError(Exception):
 
 @dataclass(eq=False)
 class _Call:
-    """A call of the function number `at`."""
-
     at: int
     arguments: tuple[Any, ...]
     future: "Future[Any]" = field(default_factory=Future)
@@ -77,7 +75,6 @@ class FunctionCalls:
     def request(self, key: str, path: str, *arguments: Any) -> Future[Any]:
         """Start a call, and return the future of its result. arguments: (prompt, completion, record, source); for a
         class also an `Episode`, and for a reward with an argument for turns also the turns.
-
         UserFunctionError is raised if a call fails, or if it has not returned in two workers. In this process it is
         raised at once; with workers, by the future. If the workers are closed, the future is never done.
         """
@@ -100,9 +97,7 @@ class FunctionCalls:
         return call.future
 
     def take_times(self) -> dict[str, tuple[int, float]]:
-        """Return the number and the seconds of the calls since the last call of this method, by the keys of the
-        functions.
-        """
+        """Return the number and the seconds of the calls since the last call of this method, by their keys."""
         with self._lock:
             times, self._times = self._times, {}
         return times
@@ -123,7 +118,6 @@ class FunctionCalls:
             self._times[key] = count + 1, total + time.monotonic() - started
 
     def _serve(self, number: int) -> None:
-        """Make the calls of one worker, in a thread, until the calls are closed."""
         worker: Worker | None = None
         try:
             with suppress(LostError, ValueError):  # the next call repeats the start, and raises the error

@@ -261,9 +261,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def shown(value: Any) -> str:
-    """A function's result for an error message. Only the type is shown if the repr may be long or may raise an
-    exception.
-    """
+    """A function's result for an error message: only its type if the repr may be long or may fail."""
     if isinstance(value, str):
         return repr(str.__str__(value)[:_SHOWN])
     if isinstance(value, bool):

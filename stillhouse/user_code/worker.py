@@ -135,9 +135,7 @@ class Worker:
         return self._answer(request, seconds * calls, late)
 
     def _answer(self, request: bytes | None, seconds: float, late: str) -> Mapping[str, Any]:
-        """The answer to a request, or to the start if `request` is None. seconds: the time limit, which begins before
-        sending.
-        """
+        """The answer to a request, or to the start if it is None. seconds: the time limit, from before sending."""
         until = time.monotonic() + seconds
 
         def exists() -> bool:  # a program that the worker has started may keep the connection open longer
