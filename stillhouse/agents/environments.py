@@ -71,7 +71,7 @@ class TextEnvironment(Environment):
 
 
 class ToolEnvironment(Environment):
-    """Functions and classes of the user that the student calls in the format of its chat template."""
+    """Functions and classes of the user, which the student calls in the format of its chat template."""
 
     key, turns = TOOLS, "turns with calls"
 

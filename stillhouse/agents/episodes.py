@@ -56,7 +56,7 @@ def checked_text(environment: UserFunction, value: Any, about: str) -> str | Non
         return None
     if not isinstance(value, str):
         raise UserFunctionError(f"{environment} gives {shown(value)}{about}: expected a text, or None at the end")
-    reply = str.__str__(value)  # a subclass may have methods of its own
+    reply = str.__str__(value)  # a subclass may override methods
     try:
         reply.encode()
     except UnicodeEncodeError as error:
@@ -81,7 +81,7 @@ class Episodes:
 
     def __call__(self, prompt: str, completion: str, record: Mapping[str, Any], source: str, episode: Episode) -> Any:
         """The reply to the last turn of an episode, or the reward of the sample.
-        Raises UserFunctionError if a method fails, or if an earlier turn gets another reply than before.
+        Raises UserFunctionError if a method fails, or if the reply to an earlier turn differs from its first reply.
         """
         about, turns = about_completion(completion, source), episode.turns
         if not self._have_state:
@@ -123,7 +123,7 @@ class UserObject:
         return method_of(self.of, self._made, name)
 
     def step(self, turn: str, about: str) -> str | None:
-        """The reply of an environment."""
+        """The reply to a turn."""
         return checked_text(self.of, self.method("step")(turn, about=about), about)
 
     def reward(self, about: str) -> float:
@@ -132,7 +132,7 @@ class UserObject:
         return checked_number(method, method(about=about), about)
 
     def close(self, about: str) -> None:
-        """Call the method close, if there is one: the sample has ended."""
+        """The sample has ended: call the method close, if there is one."""
         if hasattr(self._made, "close"):
             self.method("close")(about=about)
 

@@ -224,5 +224,5 @@ def generation_prompt(tokenizer: PreTrainedTokenizerBase, processor: MediaProces
         template = ChatTemplate(tokenizer, ("messages",), "none", processor)
         before, prompted = (template.text([QUESTION], None, prompt=prompt) for prompt in (False, True))
     except ValueError:
-        return ""  # a run whose prompts are strings does not use its template
+        return ""  # a run with strings as prompts does not use the template
     return prompted.removeprefix(before) if prompted.startswith(before) else ""

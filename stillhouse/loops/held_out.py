@@ -49,11 +49,11 @@ ROWS = 64
 
 #: token ids with their probabilities or gradients, the largest first
 Ranked = list[tuple[int, float]]
-#: for one term of the objective at one row: its value in nats, the norm of the gradient of scale · value with respect
-#: to the student's logits, and the entries of this gradient that raise and lower a logit most
+#: for one term of the objective and one row: the value in nats; the norm of the gradient of scale · value with
+#: respect to the student's logits; and the entries of this gradient that raise and lower a logit most
 OfTerm = tuple[float, float, Ranked, Ranked]
-#: for a row: the document, the position of the predicted token, the KL, the most probable tokens of teacher
-#: and student, and the terms by name
+#: for each row: the document, the position of the predicted token, the KL, the most probable tokens of the teacher
+#: and of the student, and the terms by name
 Entry = tuple[int, int, float, Ranked, Ranked, dict[str, OfTerm]]
 
 
@@ -91,7 +91,7 @@ def held_out_metrics(
 def _parts(
     models: Models, sequences: PackedSequences, numbers: np.ndarray, micro_batch_tokens: int
 ) -> Iterator[tuple[Sequence[MicroBatch], Sequence[Signals]]]:
-    """Yield these sequences as (micro-batches, signals), with one micro-batch per data rank and stage at a time."""
+    """Yield these sequences as (micro-batches, signals). Each part has one micro-batch per data rank and stage."""
     layout = models.engine.student.layout
     together = layout.degrees.data * layout.stages
     rows = max(1, micro_batch_tokens // sequences.max_tokens)
@@ -162,7 +162,7 @@ def _document(
 
 
 def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
-    """Return the objective of the dataset's documents without terms that need rollouts; None if no term is left."""
+    """The objective of the dataset's documents without terms that need rollouts, or None if no term is left."""
     if spec.by_origin:
         return _without_rollouts(spec.by_origin[DATASET]) if DATASET in spec.by_origin else None
     if not spec.needs_rollouts:

@@ -88,6 +88,6 @@ def _sources(models: Models, sequences: PackedSequences, documents: Iterable[int
 
 
 def _run_again(models: Models, packed: PackedMicroBatches) -> float:
-    """Run one micro-batch separately and return its loss. Afterwards the student has this micro-batch's gradient."""
+    """Run one micro-batch separately and return its loss. The student then has the gradient of this micro-batch."""
     models.engine.zero_grad()
     return models.step(models.shard(packed)).sums["loss"]

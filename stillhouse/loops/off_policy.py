@@ -25,7 +25,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             micro_batches, signals = next(requests)
             normalizer = micro_batches.all_ranks.normalizer
             output = models.engine.forward_backward(micro_batches, signals.result(), normalizer)
-            requests.build_next()  # before `update` waits for the device
+            requests.build_next()  # at this place, because `update` waits for the device
             run.update(step, micro_batches, output)
             run.end(step, micro_batches, output)
     return run.progress

@@ -28,7 +28,7 @@ from stillhouse.rollout.rollout import ERRORS, Rollout
 from stillhouse.rollout.user_functions import CompletionCalls, warn
 from stillhouse.user_code.environment import environment_of
 
-#: tokens of a generation batch per token of a training micro-batch, because generation keeps far fewer activations
+#: the ratio of the tokens of a generation batch and a training micro-batch: generation keeps far fewer activations
 _BATCHES = 8
 #: the number of prompts with which a server's tokenizer is compared with the student's
 _PROBES = 16
@@ -239,7 +239,7 @@ def require_end_of_turns(models: Models, data: Data, plan: RolloutPlan) -> None:
 def require_end_of_turn(
     models: Models, data: Data, rollout: RolloutConfig, prefix: Callable[[str], str] = lambda key: ""
 ) -> None:
-    """Raise ConfigError on all ranks if the student cannot end a turn. prefix: returns what precedes a key."""
+    """Raise ConfigError on all ranks if the student cannot end a turn. prefix: returns the text before a key."""
     if rollout.stop:
         return
     environment = environment_of(rollout, lambda key: f"{prefix(key)}rollout.{key}")

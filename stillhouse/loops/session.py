@@ -85,7 +85,7 @@ class Models:
 
     @property
     def signal_temperatures(self) -> set[float]:
-        """The temperatures of the signals in stores; 1 for signals that give every temperature."""
+        """The temperatures of the signals in stores; 1 if signals give every temperature."""
         return {store.signal.temperature or 1.0 for store in self.stores.values()}
 
     @property

@@ -106,7 +106,7 @@ def means(sums: Mapping[str, float], objective: ObjectiveSpec, temperatures: Col
 
 
 def split_by_depth(sums: Mapping[str, float]) -> dict[int, dict[str, float]]:
-    """Return the sums of each depth of multi-token prediction, without the prefixes of the depths."""
+    """Return the sums by the depth of multi-token prediction, under keys without the prefixes of the depths."""
     sums_by_depth: dict[int, dict[str, float]] = {0: {}}
     for name, value in sums.items():
         first, _, rest = name.partition("/")

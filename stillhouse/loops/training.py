@@ -32,7 +32,7 @@ from stillhouse.signals import SignalsLostError
 from stillhouse.user_code.function_state import FunctionStates
 from stillhouse.user_code.functions import UserFunctionError
 
-#: suffix of the keys of the teacher's own cross-entropy, on all held-out data and on each of several sets
+#: the suffix of the keys of the teacher's own cross-entropy, on all held-out data and on each set
 _TEACHER = "/teacher_cross_entropy"
 
 #: a warning after a first step that changed no weight
@@ -162,9 +162,9 @@ class Training:
         self.log.evaluation(self.progress.step, self.progress.tokens, metrics)
 
     def save(self, *, after_error: bool = False) -> Path:
-        """Write a checkpoint, then remove older checkpoints that need not be kept; returns its path. after_error:
-        whether a step has failed. Its calls are made again after a resume, so the saved states of functions must not
-        include them.
+        """Write a checkpoint, then remove older checkpoints that need not be kept; returns its path.
+        after_error: whether a step has failed. Its calls are made again after a resume, so the saved states of
+            functions must not include them.
         """
         progress, session, folder = self.progress, self.session, self.folder
         watchdog.enter(f"the checkpoint of step {progress.step}", timed=False)
@@ -227,7 +227,7 @@ def training(
         on_policy=rollout is not None,
     )
     if progress.step < schedule.steps:
-        require_room(folder.checkpoints, models.engine)  # otherwise all steps could be trained and lost
+        require_room(folder.checkpoints, models.engine)  # without room, all steps could be trained and then lost
     with ExitStack() as stack:
         log = stack.enter_context(open_log(folder, progress, schedule.steps, session.values, models.ranks))
         # the first evaluation, or an evaluation that was interrupted

@@ -20,9 +20,9 @@ from stillhouse.rollout.generate import Generator
 from stillhouse.rollout.records import Completion, CompletionCallback, CompletionInbox, GenerationRequest
 from stillhouse.rollout.samples import Samples
 
-#: the number of completions with which the weights of a server are proved
+#: the number of completions that prove the weights of a server
 PROBES = 4
-#: the largest difference of log-probabilities that rounding in bfloat16 causes
+#: the largest difference of log-probabilities that can come from rounding in bfloat16
 ROUNDED = 0.1
 
 

@@ -169,7 +169,7 @@ class PromptDraw:
         while len(self._drawn) <= number:
             best, earliest = -1, 0
             for source, weight in enumerate(self._weights):
-                # how far the source is behind its share of the prompts up to the next one, times `total`
+                # by how many prompts the source is behind its share, including the next prompt, times `total`
                 behind = (len(self._drawn) + 1) * weight - total * self._counts[source]
                 if others * behind < total and others:  # the source would exceed the upper bound
                     continue
@@ -184,7 +184,7 @@ class PromptDraw:
 
 @dataclass(frozen=True)
 class PromptSeeds:
-    """In place of a `PromptPlan`: one sample for each prompt, with the same seeds at each evaluation."""
+    """Replaces a `PromptPlan` in evaluations: one sample for each prompt, with the same seeds at each evaluation."""
 
     seed: int
 
@@ -228,5 +228,5 @@ class RolloutSchedule:
         return cls(ahead, rollout.schedule != "async", rollout.max_staleness, steps - 1)
 
     def last_requested(self, step: int) -> int:
-        """The last step whose groups have been requested once `step` begins."""
+        """The last step whose groups have been requested when `step` begins."""
         return min(step + self.ahead, self.last_step)

@@ -40,7 +40,7 @@ from stillhouse.rollout.published_folder import MANIFEST, VERSION_PREFIX, Adapte
 #: the largest size of a file, unless a single tensor is larger. To publish, a rank needs host memory of this size and
 #: the memory for all-gathering one tensor
 BUCKET_BYTES = 512 * 2**20
-#: the number of versions that stay in the folder: a server may still be reading the second-newest one
+#: the number of versions that stay in the folder: a server may still be reading the second-newest version
 KEPT = 2
 _PARTIAL = ".partial"
 
@@ -198,7 +198,7 @@ def _buckets(model: PreTrainedModel, shapes: dict[str, Tensor], bucket_bytes: in
     saved = {name: tensor.shape for name, tensor in _as_saved(model, shapes).items()}
 
     def is_converted(names: Iterable[str]) -> bool:
-        """Whether transformers converts these tensors as it does among all tensors."""
+        """Whether transformers converts these tensors alone in the same way as together with all tensors."""
         try:
             with reading("they are converted together with others"):
                 converted = _as_saved(model, {name: shapes[name] for name in names})
@@ -245,7 +245,7 @@ def _write_manifest(
     for path in sorted(partial.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             tensors |= dict.fromkeys(file.keys(), path.name)
-            dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 it is no dict
+            dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 the file is no dict
     manifest = WeightsManifest(
         version=version,
         run=run,

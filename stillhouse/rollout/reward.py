@@ -96,9 +96,9 @@ class RewardSum:
         turns: Sequence[Turn],
         object_reward: Future[float] | None = None,
     ) -> "PendingReward":
-        """Request the reward of a completion. Functions in this process raise UserFunctionError at once. source:
-        `file:line` of the record. turns: the pieces of the completion. object_reward: the part that the sample's
-        object gives.
+        """Request the reward of a completion. Functions in this process raise UserFunctionError at once.
+        source: `file:line` of the record. turns: the pieces of the completion. object_reward: the part that the
+            sample's object gives.
         """
         futures = []
         for part in self.parts:

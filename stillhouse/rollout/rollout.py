@@ -116,14 +116,14 @@ class Rollout:
             self.queue.trained(step)
 
     def finish(self) -> None:
-        """Wait for the end of the last samples' environments. Raises their errors on all ranks."""
+        """Wait until the environments of the last samples have ended. Raises their errors on all ranks."""
         with watchdog.nested("the end of environments", timed=False), self.shared():
             if self.queue is not None:
                 self.queue.samples.wait_until_dropped()
 
     @contextmanager
     def shared(self) -> Iterator[Shared]:
-        """As `Ranks.shared`, with the errors of `take`."""
+        """`Ranks.shared` with the errors of `take`."""
         with errors_of_signals(), self._ranks.shared(*ERRORS) as shared:
             yield shared
 

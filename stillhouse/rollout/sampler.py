@@ -166,7 +166,7 @@ def stop_texts(
     """For each sequence of ids, the stop text that its last token completes, or None. The caller must call this after
     every token, because only a small window of text at the end is examined.
     """
-    # a token has at least one byte of text, so a stop text of n bytes is within the last n tokens; 8 more as a margin
+    # a token has at least one byte of text, so the last n tokens contain a stop text of n bytes; 8 more are a margin
     window = max(len(stop_text.encode()) for stop_text in stop) + 8
     texts = tokenizer.batch_decode(
         [row[-window:] for row in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False

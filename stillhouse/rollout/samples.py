@@ -250,7 +250,7 @@ class Samples:
                 self._dropped.append(environment.end(sample.number, arguments))
                 for dropped in [dropped for dropped in self._dropped if dropped.done()]:
                     self._dropped.remove(dropped)
-                    dropped.result()  # raises the errors of objects that were dropped before
+                    dropped.result()  # raises the error of an object that was dropped earlier
             self.times[sample.number] = sample.requested_at, sample.ended_at
             self._finished.append(sample.sample())
         return bool(arrivals)

@@ -128,9 +128,9 @@ class CompletionCalls:
         reward_key: str = REWARD,
         compare_first: bool = False,
     ):
-        """rollouts, samplings: the section rollout and the sampling settings for each source of prompts. reward_key:
-        the key of the configuration that has the rewards. compare_first: whether the first call of each reward is
-        repeated, to warn about a reward that depends on more than its arguments.
+        """rollouts, samplings: the section rollout and the sampling settings for each source of prompts.
+        reward_key: the key of the configuration that has the rewards. compare_first: whether the first call of each
+            reward is repeated, to warn about a reward that depends on more than its arguments.
         """
         rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]
         environments = [environment_of(source) for source in rollouts]
@@ -181,5 +181,5 @@ class CompletionCalls:
 
 
 def warn(line: str) -> None:
-    """Print a warning on the first rank."""
+    """Print a warning on rank 0."""
     log_rank0(f"warning: {line}")

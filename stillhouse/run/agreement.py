@@ -1,6 +1,6 @@
 """Checks before the first step that all ranks have the same configuration, the same data and the same folder.
 
-Ranks with different values would train a mixture of two runs, and no error would tell it. If each machine had its own
+Ranks with different values would train a mixture of two runs, without an error. If each machine had its own
 local folder, each checkpoint would lack the shards of the other machines, also without an error.
 """
 
@@ -21,11 +21,11 @@ _SECONDS_TO_SEE = 30.0
 
 
 def require_same_configuration(values: Mapping[str, Any], ranks: Ranks) -> list[str]:
-    """Raise ConfigError on all ranks if their configurations differ; the error names the first different key. values:
-    the configuration by dotted keys. Returns a warning for each library whose version on a rank differs from the
-    version on rank 0.
+    """Raise ConfigError on all ranks if their configurations differ; the error names the first different key.
+    values: the configuration by dotted keys. Returns a warning for each library whose version on a rank differs from
+        the version on rank 0.
     """
-    compared = {key: value for key, value in values.items() if key != "device"}  # each rank may have another GPU
+    compared = {key: value for key, value in values.items() if key != "device"}  # each rank may name a different GPU
     if different := _differences(compared, ranks):
         key, rank, first, other = different[0]
         raise ConfigError(

@@ -37,8 +37,8 @@ from stillhouse.user_code.environment import environments
 FEW_STEPS = 10
 #: steps with fewer prompts cause a warning, unless the configuration has rollout.prompts_per_step
 FEW_PROMPTS = 4
-#: train.min_learning_rate is a share of the peak. A value up to this one causes a warning, because the user may have
-#: meant a learning rate, as in other tools
+#: train.min_learning_rate is a share of the peak. A value up to this limit causes a warning, because the user may
+#: have meant a learning rate, as in other tools
 SMALL_FLOOR = 1e-4
 #: attention implementation → the package with its kernels, which transformers cannot run on a CPU
 FLASH_PACKAGES = {
@@ -110,7 +110,7 @@ def noise_warnings(removed: Collection[str]) -> Iterator[str]:
 
 
 def require_attention(student: StudentConfig, teachers: Mapping[str, TeacherConfig], device: torch.device) -> None:
-    """Raise ConfigError if a model has flash attention, and the device or the installed packages do not support it.
+    """Raise ConfigError if a model has flash attention, but the device or the installed packages do not support it.
     teachers: the teachers' sections, by their keys.
     """
     models: list[tuple[str, StudentConfig | TeacherConfig]] = [("student", student), *teachers.items()]

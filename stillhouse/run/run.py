@@ -73,7 +73,7 @@ def distill(config: RunConfig) -> Path:
     session = build_session(setup, announce=is_first())
     require_shared_folder(folder.path, ranks)
     with closing(session), folder_lock(folder.path) if is_first() else nullcontext():
-        # another process may have written to the folder while this one loaded its models
+        # another process may have written to the folder while this process loaded its models
         paths = candidates(folder, resume, values) if is_first() else []
         if any(ranks.gather(folder.complete)):
             return _report_complete(folder)
@@ -312,7 +312,7 @@ def _identity(setup: RunSetup, models: Models, data: Data, model_hashes: dict[st
 
 
 def _add_trained_ends(models: Models, data: Data, rollout: RolloutPlan | None) -> None:
-    """Add the tokens that the student learns to stop with: the ends of documents, and the ends of completions."""
+    """Add the tokens that the student is trained to stop with: the ends of documents and of completions."""
     documents = data.train.documents if rollout is None else data.dataset
     ends = set[int]() if documents is None else set(documents.report.trained_ends)
     added = data.tokenizer.get_added_vocab()

@@ -181,7 +181,7 @@ class RunSetup:
         teachers = config.teacher, config.teachers, self.own_layouts, separate
         signals = TeacherSources(models, student, engine.autocast, average, self.stores, *teachers).source()
         if mesh.ranks.size > 1:
-            # ranks with different tokens need different dropout masks; tensor-parallel ranks need the same mask
+            # ranks with different tokens need different dropout masks; tensor-parallel ranks need the same masks
             torch.manual_seed(config.seed + mesh.ranks.rank - mesh.coordinate("tensor"))
         return engine, signals
 
@@ -217,14 +217,14 @@ def configured_layout(parallel: ParallelConfig, processes: int, key: str = "para
 
 
 def require_sharing(layout: Layout, device: torch.device) -> None:
-    """Raise ConfigError for `offload` on a CPU, and for an option of FSDP under a layout without FSDP."""
+    """Raise ConfigError for `offload` on a CPU, and for options of FSDP if the layout does not use FSDP."""
     for key in ("offload", "gather_dtype"):
         if getattr(layout, key):
             require_fsdp(f"parallel.{key}", layout, device)
 
 
 def require_fsdp(key: str, layout: Layout, device: torch.device) -> None:
-    """Raise ConfigError for an option of FSDP under a layout without FSDP, and for `offload` on a CPU."""
+    """Raise ConfigError for `offload` on a CPU, and for an option of FSDP if the layout does not use FSDP."""
     if key.endswith("offload") and device.type == "cpu":
         raise ConfigError(
             key, "got true on a CPU, where everything is in host memory already: expected false, or a GPU"

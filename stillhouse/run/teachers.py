@@ -206,7 +206,7 @@ class TeacherSources:
         return SeveralTeachers(sources, self.student, teachers.route, heads_are_sharded=is_sharded)
 
     def _source(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SignalSource:
-        """The source of one teacher. head: the teacher's head, on processes with the student's last stage."""
+        """The source of one teacher. head: the teacher's head, on processes that have the student's last stage."""
         store = self.stores.get(section)
         if store is None:
             source: SignalSource = teacher.source_kind.source(self, section, teacher, head)

@@ -41,7 +41,7 @@ class Environment(ABC):
 
     @abstractmethod
     def __init__(self, rollout: "PromptConfig", full_key: Callable[[str], str]):
-        """full_key: returns the full key of a key of the section."""
+        """full_key: returns the full key for a key of the section."""
 
     @property
     @abstractmethod

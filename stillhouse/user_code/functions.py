@@ -34,9 +34,9 @@ _WRAPPED = "; a reward of TRL gets and gives lists, and docs/coming_from.md has 
 #: A reward returns a number, and may also take `turns`. An environment returns the text that follows the completion,
 #: or None at the end; it may also be a class (`_METHODS`)
 _PARAMETERS = ("prompt", "completion", "record")
-#: an argument that a reward may have in addition: a list of `Turn`
+#: an additional argument that a reward may have: a list of `Turn`
 TURNS = "turns"
-#: the method of an environment's or a tool's class that gives the sample's reward after the last turn
+#: the method of a class of an environment or of tools that gives the sample's reward after the last turn
 REWARD_METHOD = "reward"
 #: the methods of a class that is an environment, with their parameters. turn: the text of the model's last turn
 _METHODS: Mapping[str, tuple[str, ...]] = {"reset": ("prompt", "record"), "step": ("turn",)}
@@ -158,7 +158,7 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     require_synchronous(path, function)
     if key == ENVIRONMENT and inspect.isclass(function):
         return load_class(loaded, _METHODS)
-    if key != TOOLS:  # the model reads the parameters of a tool
+    if key != TOOLS:  # a tool may have any parameters, because the model reads them
         named = (TURNS,) if key in (REWARD, EVAL_REWARD) and loaded.takes_turns else ()
         _require_parameters(path, function, parameters, named)
     return loaded
