@@ -60,7 +60,8 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
             PrefixTemplate(name, named.prefix or "")  # raises ValueError for a malformed prefix
     tokenizer, warnings = _load_tokenizers(config.student, sections, data.chat_template, stores)
     in_job = {section: teacher for section, teacher in sections.items() if section not in stores}
-    processor, readers = _media_readers(config, in_job, tokenizer)
+    is_routed = config.teachers is not None and config.teachers.route is not None
+    processor, readers = _media_readers(data, config.student, in_job, tokenizer, is_routed=is_routed)
     source_tools = [
         _proven_tools(rollout, partial(config.rollout_key, number), tokenizer, processor)
         for number, rollout in enumerate(config.rollouts)
@@ -107,14 +108,18 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
 
 
 def _media_readers(
-    config: RunConfig, in_job: Mapping[str, TeacherConfig], tokenizer: PreTrainedTokenizerBase
+    data: DataConfig,
+    student: StudentConfig,
+    in_job: Mapping[str, TeacherConfig],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_routed: bool,
 ) -> tuple[MediaProcessor | None, dict[str, TeacherMedia]]:
     """The student's processor of media, or None, and the readers of media of the teachers in this job, by their
     names.
     """
-    data, student, has_template = config.data, config.student, config.data.chat_template is not None
+    has_template = data.chat_template is not None
     processor = _media_processor("student", student, tokenizer, data, template_is_set=has_template)
-    is_routed = config.teachers is not None and config.teachers.route is not None
     readers: dict[str, TeacherMedia] = {}
     for section, teacher in in_job.items():
         if processor is not None and teacher.model is not None and not teacher.is_base_of(student):
