@@ -115,9 +115,7 @@ def _media_readers(
     *,
     is_routed: bool,
 ) -> tuple[MediaProcessor | None, dict[str, TeacherMedia]]:
-    """The student's processor of media, or None, and the readers of media of the teachers in this job, by their
-    names.
-    """
+    """The student's processor of media, or None, and by their names the readers of media of teachers in this job."""
     has_template = data.chat_template is not None
     processor = _media_processor("student", student, tokenizer, data, template_is_set=has_template)
     readers: dict[str, TeacherMedia] = {}
