@@ -1,4 +1,6 @@
-"""rollout.environment and rollout.tools: entries of the group `stillhouse.environments`, without torch at the top."""
+"""rollout.environment and rollout.tools: the entries of the group `stillhouse.environments`. No import of torch at
+the top.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ class TextEnvironment(Environment):
 
     @cached_property
     def functions(self) -> list[UserFunction]:
-        """Imported at the first use, because the data of a run need only tools."""
+        """The function or class, imported at the first use, because the data of a run need only tools."""
         from stillhouse.config import as_config_error
         from stillhouse.config.section import function_hint
 
@@ -69,7 +71,7 @@ class TextEnvironment(Environment):
 
 
 class ToolEnvironment(Environment):
-    """Functions and classes of the user that the student calls in the format of its chat template."""
+    """Functions and classes of the user, which the student calls in the format of its chat template."""
 
     key, turns = TOOLS, "turns with calls"
 

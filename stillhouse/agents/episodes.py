@@ -1,15 +1,14 @@
-"""Environments and tools with state: for each sample, an object with the sample's turns so far.
+"""Environments and tools with state: for each sample, an object that gets the sample's turns.
 
-An object exists only in the process of its calls. If it is missing, because its process has ended, a new object gets
-the earlier turns again. So an environment that depends only on its arguments gives the replies of an undisturbed run.
-Tools (`rollout.tools`) are functions, and the methods of classes with state per sample.
+An object exists only in the process of its calls. If the object is lost because its process has ended, a new object
+gets the earlier turns again. So an environment that depends only on its arguments gives the replies of an undisturbed
+run. Tools (`rollout.tools`) are functions, and the methods of classes with state per sample.
 """
 
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from types import MethodType
 from typing import Any
 
@@ -31,17 +30,14 @@ from stillhouse.user_code.functions import (
     shown,
 )
 
-#: the methods of a class with tools that are no tools themselves, and their parameters
+#: the methods of a class with tools that are not tools, and their parameters
 _NO_TOOLS = {"reset": ("prompt", "record"), "close": ()}
-#: the beginning of the text of a reply that is an error
+#: the text of a reply that is an error begins with this
 ERROR = "Error: "
-#: a call that the model makes: the name of the tool, its arguments, and a problem in place of a reply, or ""
+#: a call that the model makes: the tool's name, the arguments, and the problem because of which it is not made, or ""
 MadeCall = tuple[str, Mapping[str, Any], str]
 
-
-#: in place of the reply to a turn that has none so far
-_NO_REPLY: Any = object()
-#: makes the object of a sample, as start(prompt, record, about). The record is a copy for this call
+#: makes the object of a sample: start(prompt, record, about). The record is a copy for this call
 Start = Callable[[str, Mapping[str, Any], str], "UserObject | _SampleTools"]
 
 
@@ -60,7 +56,7 @@ def checked_text(environment: UserFunction, value: Any, about: str) -> str | Non
         return None
     if not isinstance(value, str):
         raise UserFunctionError(f"{environment} gives {shown(value)}{about}: expected a text, or None at the end")
-    reply = str.__str__(value)  # a subclass may have methods of its own
+    reply = str.__str__(value)  # a subclass may override methods
     try:
         reply.encode()
     except UnicodeEncodeError as error:
@@ -74,19 +70,18 @@ def checked_text(environment: UserFunction, value: Any, about: str) -> str | Non
 class Episodes:
     """The objects of samples in this process. name: the key and the user's class, for error messages.
 
-    have_state: whether the objects depend on earlier turns. If not, each turn has a new object, and an object that is
-        lost does not get the earlier turns again: they may hang again, or have other replies at another time.
+    have_state: whether the objects depend on earlier turns. If not, each turn has a new object, and a new object does
+        not get the earlier turns again: their calls could hang again, or give other replies at another time.
     """
 
     def __init__(self, name: str, start: Start, *, have_state: bool = True):
         self._name, self._start, self._have_state = name, start, have_state
-        #: by the number of the sample: the object, and the number of turns that it has got
+        #: by the number of the sample: the object, and the number of turns that the object has received
         self._objects: dict[int, tuple[UserObject | _SampleTools, int]] = {}
 
     def __call__(self, prompt: str, completion: str, record: Mapping[str, Any], source: str, episode: Episode) -> Any:
         """The reply to the last turn of an episode, or the reward of the sample.
-
-        Raises UserFunctionError if a method fails, or if an earlier turn gets another reply than before.
+        Raises UserFunctionError if a method fails, or if the reply to an earlier turn differs from its first reply.
         """
         about, turns = about_completion(completion, source), episode.turns
         if not self._have_state:
@@ -99,10 +94,10 @@ class Episodes:
         most = len(turns) if episode.wants_reward else len(turns) - 1
         if kept is None or not len(episode.replies) <= got <= most:
             kept, got = self._start(prompt, copied_record(record, source), about), 0
-        reply = None
-        for turn, before in zip_longest(turns[got:], episode.replies[got:], fillvalue=_NO_REPLY):
-            reply = kept.step(turn, about)
-            if before is not _NO_REPLY and reply != before:
+        reply: str | list[str] | None = None
+        for number in range(got, len(turns)):
+            reply = kept.step(turns[number], about)
+            if number < len(episode.replies) and reply != (before := episode.replies[number]):
                 raise UserFunctionError(
                     f"{self._name} replies {shown(reply)} to a turn after it was started again, and {shown(before)} "
                     f"before{about}: expected an environment that depends only on its arguments"
@@ -112,7 +107,7 @@ class Episodes:
 
 
 class UserObject:
-    """An object of a user's class, which was made and reset for a sample. Raises UserFunctionError if that fails.
+    """An object of a user's class, which was made and reset for a sample. Raises UserFunctionError if this fails.
     about: a text for error messages, which names the completion.
     """
 
@@ -128,15 +123,16 @@ class UserObject:
         return method_of(self.of, self._made, name)
 
     def step(self, turn: str, about: str) -> str | None:
-        """The reply of an environment."""
+        """The reply to a turn."""
         return checked_text(self.of, self.method("step")(turn, about=about), about)
 
     def reward(self, about: str) -> float:
+        """The reward of the sample, which ends with the turns so far."""
         method = self.method(REWARD_METHOD)
         return checked_number(method, method(about=about), about)
 
     def close(self, about: str) -> None:
-        """Call the method close, if there is one."""
+        """The sample has ended: call the method close, if there is one."""
         if hasattr(self._made, "close"):
             self.method("close")(about=about)
 
@@ -144,23 +140,22 @@ class UserObject:
 class Tools:
     """The tools of a run.
 
-    paths: of functions and of classes, as package.module:name. All public methods of a class but reset and close are
-        tools, and so is a method reward with arguments.
-    is_limited: whether the process has a limit of memory. An error because of it is then raised.
-
-    Raises ValueError for a path that cannot be imported or is no tool, and for two tools of one name.
+    paths: the paths of functions and classes, as package.module:name. All public methods of a class are tools, except
+        reset, close, and a method reward without arguments.
+    is_limited: whether the process has a limit of memory. An error because of this limit is then raised.
+    Raises ValueError for a path that cannot be imported or is not a tool, and for two tools with the same name.
     """
 
     def __init__(self, paths: Sequence[str], hint: Callable[[str], str] = lambda _: "", *, is_limited: bool = False):
         self.functions: dict[str, UserFunction] = {}
         self.classes: list[UserFunction] = []
-        #: by the name of a tool: what transformers makes its schema of
+        #: by the name of a tool: the function from which transformers makes its schema
         self.described: dict[str, Callable[..., Any]] = {}
         self._is_limited = is_limited
         for path in paths:
             loaded = load_function(TOOLS, path, hint(path))
             if not inspect.isclass(loaded.function):
-                name = str(getattr(loaded.function, "__name__", ""))  # the name in its schema
+                name = str(getattr(loaded.function, "__name__", ""))  # the same name as in its schema
                 self._add(name, loaded.function, path)
                 self.functions[name] = loaded
                 continue
@@ -228,7 +223,7 @@ class _SampleTools:
             if cause is None or (self._is_limited and isinstance(cause, MemoryError)):
                 raise
             reply = f"{ERROR}{in_words(cause)}"
-        return reply.encode(errors="replace").decode()  # half of a surrogate pair may come from the model's JSON
+        return reply.encode(errors="replace").decode()  # the model's JSON may have half of a surrogate pair
 
 
 def _tool_names(of: UserFunction) -> list[str]:

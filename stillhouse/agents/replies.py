@@ -18,8 +18,8 @@ from stillhouse.rollout.turns import EpisodeCalls, Reply, SampleTurns, TurnRepli
 from stillhouse.user_code.function_calls import CallLostError
 from stillhouse.user_code.functions import UserFunctionError
 
-#: `beginning` first tokenizes _CHARACTERS characters per token. It doubles the number of characters until they
-#: have more than 2 × (the tokens that are needed) + _MARGIN tokens
+#: `beginning` first tokenizes _CHARACTERS characters per needed token. It doubles the number of characters until they
+#: have more than 2 × (the number of needed tokens) + _MARGIN tokens
 _CHARACTERS, _MARGIN = 16, 64
 #: the end of a reply that was cut
 _CUT = "\n[The rest of this reply was cut.]"
@@ -28,10 +28,10 @@ _LOST = f"{ERROR}the tool did not return"
 
 
 class TextReplies(TurnReplies):
-    """The texts of an environment (`rollout.environment`), which may have any tokens but those of media.
+    """The texts of an environment (`rollout.environment`). They may have any tokens except placeholders of media.
 
     prompt: the generation prompt of the chat template, or "".
-    warn: is called once, in any thread, if a reply of a conversation follows a complete turn without this prompt.
+    warn: is called once, in any thread, if a reply of a conversation follows a complete turn and lacks this prompt.
     """
 
     def __init__(
@@ -45,12 +45,13 @@ class TextReplies(TurnReplies):
     ):
         super().__init__(calls, tokenizer)
         self._placeholders, self._prompt, self._warn = placeholders, prompt.strip(), warn
+        self._special = special_ids(tokenizer)
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         return self._calls.request(sample.arguments, self._episode(sample))
 
     def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
-        """See `TurnReplies`. Warns if a reply to a complete turn of a conversation begins no turn of the student."""
+        """See `TurnReplies`. Warns if the reply follows a complete turn of a conversation and begins no new turn."""
         if not (text := future.result()):
             return None
         is_complete = int(sample.turns[-1][-1]) in self._special
@@ -74,8 +75,8 @@ class TextReplies(TurnReplies):
 class MessageReplies(TurnReplies):
     """The texts of an environment as turns of the chat template (`rollout.reply`).
 
-    A turn ends with the template's end marker, or with one of `rollout.stop`. A turn that ends with another
-    end-of-sequence token ends its sample. has_stops: whether a turn may end with a text of `rollout.stop`.
+    A turn ends with the template's end marker, or with a text of `rollout.stop`. If a turn ends with another
+    end-of-sequence token, the sample ends. has_stops: whether a turn may end with a text of `rollout.stop`.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class MessageReplies(TurnReplies):
     ):
         super().__init__(calls, reply_format.tokenizer)
         self._format, self._placeholders, self._has_stops = reply_format, placeholders, has_stops
+        self._special = special_ids(reply_format.tokenizer)
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         last = int(sample.turns[-1][-1])
@@ -104,12 +106,11 @@ class MessageReplies(TurnReplies):
 class ToolReplies(TurnReplies):
     """The replies of the tools that a turn calls, as the chat template writes them (`rollout.tools`).
 
-    A turn ends with the template's end marker, or with one of `rollout.stop`. A turn that ends with another special
-    token, or that has no call, ends its sample.
-
-    most_tokens: of the text of one reply. A longer one is cut.
-    have_state: whether some tools have objects. Only other tools may be lost without an error.
-    warn: is called, in any thread, with a line about calls that are lost.
+    A turn ends with the template's end marker, or with a text of `rollout.stop`. If a turn ends with another special
+    token, or has no call, the sample ends.
+    most_tokens: the maximum number of tokens of a reply's text. A longer text is cut.
+    have_state: whether some tools have objects. If not, a lost call is not an error.
+    warn: is called, in any thread, with a line about lost calls.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class ToolReplies(TurnReplies):
         super().__init__(calls, tool_format.tokenizer)
         self._format, self._most_tokens = tool_format, most_tokens
         self._have_state, self._warn = have_state, warn
+        self._special = special_ids(tool_format.tokenizer)
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         if not self._tool_calls(sample.turns[-1]):
@@ -156,7 +158,7 @@ class ToolReplies(TurnReplies):
         return self._format.calls(self._tokenizer.decode(ids_N, clean_up_tokenization_spaces=False))
 
     def _bounded(self, text: str) -> str:
-        """The text, or its beginning and a sentence about the rest, together with at most `most_tokens` tokens."""
+        """The text, or its beginning and a sentence about the cut, with at most `most_tokens` tokens."""
         most, count = self._most_tokens, len(beginning(self._format.text.ids, text, self._most_tokens))
         if count == len(text) and len(self._format.text.ids(text)) <= most:
             return text
@@ -170,21 +172,25 @@ class ToolReplies(TurnReplies):
         return text[:kept] + _CUT
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The ids of the special tokens of a tokenizer, such as the tokens that end a turn."""
+    return {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 def beginning(ids_of: Callable[[str], Sequence[int]], text: str, most: int) -> str:
-    """A text, or its beginning if it has far more than `most` tokens: only this beginning must be tokenized. ids_of:
-    returns the tokens of a text.
+    """A text, or its beginning if it has far more than `most` tokens; the rest need not be tokenized. ids_of: returns
+    the tokens of a text.
     """
     characters = _CHARACTERS * (most + 1)
-    # near its end, a cut text may have other tokens than the full text, so a margin of tokens is needed
+    # near the cut, the beginning may have other tokens than the full text, so a margin is needed
     while characters < len(text) and len(ids_of(text[:characters])) <= 2 * most + _MARGIN:
         characters *= 2
     return text[:characters]
 
 
 def _text_reply(text: str, ids: Sequence[int], placeholders: Sequence[int]) -> Reply:
-    """The reply of an environment. placeholders: the ids of the tokens that stand for features of media.
-
-    Raises UserFunctionError for a reply that has one.
+    """The reply of an environment. placeholders: the ids of the tokens that stand for features of media. Raises
+    UserFunctionError for a reply that has such a token.
     """
     if not set(placeholders).isdisjoint(ids):
         raise UserFunctionError(

@@ -1,8 +1,8 @@
-"""How a chat template writes replies behind turns of the assistant. It is proven for the template.
+"""How a chat template writes replies after turns of the assistant. This is proven for each template.
 
-A reply follows the tokens that the model has generated, which stay as they are. So the template must write the same
-text behind a turn of the assistant, whatever came before this turn. Added tokens of the tokenizer are ordinary text
-in a reply, so that it can neither end its turn nor begin one of the student.
+A reply follows the tokens that the model has generated, and these tokens do not change. So the template must write
+the same text after a turn of the assistant, whatever comes before this turn. In a reply, added tokens of the
+tokenizer are ordinary text, so a reply can neither end its turn nor begin a turn of the student.
 """
 
 import re
@@ -31,7 +31,7 @@ _REPLIES = (f"Reply{ANCHOR}", '75001 "b" <c>\n{d} [é]', "no")
 
 
 class OrdinaryText:
-    """Tokenizes texts without their added tokens. key: of the configuration, for errors."""
+    """Tokenizes added tokens of the tokenizer as ordinary text. key: the key of the configuration, for errors."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str):
         self.tokenizer, self.key = tokenizer, key
@@ -40,14 +40,14 @@ class OrdinaryText:
         self._added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
 
     def template_ids(self, text: str) -> list[int]:
-        """The tokens of a text of the chat template, with its added tokens. Raises ValueError as `tokenize` does."""
+        """The tokens of a text of the chat template, including added tokens. Raises ValueError as `tokenize` does."""
         try:
             return tokenize(self.tokenizer, [text], special=False)[0] if text else []
         except RecordError as error:
             raise ValueError(f"{self.key}: {error}") from error
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text by itself, in which added tokens are ordinary text."""
+        """The tokens of a text alone, in which added tokens are ordinary text."""
         ids, end = list[int](), 0
         for match in self._added.finditer(text):
             ids += self.template_ids(text[end : match.start()]) + self._without_token(match[0])
@@ -55,8 +55,9 @@ class OrdinaryText:
         return ids + self.template_ids(text[end:])
 
     def ids_within(self, write: Callable[[Sequence[str]], str], replies: Sequence[str]) -> list[int]:
-        """The tokens of a text of the chat template with replies, in which added tokens are ordinary text. write:
-        returns the text with these replies. Raises ValueError for a reply that has such tokens nevertheless.
+        """The tokens of a text that the chat template writes with replies. Added tokens in the replies are ordinary
+        text. write: returns the text with these replies. Raises ValueError if a reply would still have an added
+        token.
         """
         salt = f"{ANCHOR}Text"
         while any(salt in reply for reply in replies):
@@ -91,16 +92,15 @@ class OrdinaryText:
 
 
 class TurnFormat:
-    """Writes replies behind turns of the assistant: the part that `ReplyFormat` and `ToolFormat` share.
+    """Writes replies after turns of the assistant: the shared part of `ReplyFormat` and `ToolFormat`.
 
     processor: see `ChatTemplate`. turns: a question, a turn of the assistant with the anchor, and a reply to it.
-    tools: those of the conversation.
-
-    text: tokenizes texts of replies. marker_id: the special token with which the template ends a turn. If it writes
-    nothing behind the last turn (GLM), this is the header with which it begins the reply.
+    tools: the tools of the conversation.
+    text: tokenizes the texts of replies. marker_id: the special token with which the template ends a turn. If the
+        template writes nothing after the last turn (GLM), it is the header with which the reply begins.
     """
 
-    #: the key of the configuration, what is written, and the template that is expected, for errors
+    #: for errors: the key of the configuration, the text that the template writes, and the expected template
     _key: str
     _what: str
     _expected: str
@@ -138,7 +138,7 @@ class TurnFormat:
             raise self._error("writes replies of which the first token also has characters of the turn before")
 
     def _suffix(self, messages: list[Message], tools: Tools = None) -> str:
-        """What the template writes in a conversation between the end of the anchor's turn and the next turn."""
+        """The text that the template writes between the end of the anchor's turn and the next turn."""
         _, anchor, behind = self._written(messages, tools, prompt=True).partition(ANCHOR)
         if not anchor or not behind.startswith(self._tail):
             raise self._error(f"ends a turn with {self._tail!r}, and with {behind[:60]!r} if a reply follows")
@@ -158,12 +158,11 @@ class TurnFormat:
 
 
 class ReplyFormat(TurnFormat):
-    """Writes replies of the role `user` or `tool` behind turns of the assistant. processor: see `ChatTemplate`.
-
-    Raises ValueError unless this is proven: behind a turn of the assistant, the template writes its end marker, and
-    then a text with the unchanged reply that ends with the generation prompt. This text is the same behind one turn
-    and behind several, with and without a system message, and with and without tools, where the template accepts
-    them. Its tokens are those of the whole conversation.
+    """Writes replies of the role `user` or `tool` after turns of the assistant. processor: see `ChatTemplate`.
+    Raises ValueError unless this is proven: after a turn of the assistant, the template writes its end marker, and
+        then a text with the unchanged reply that ends with the generation prompt. This text is the same after one
+        turn and after several, with and without a system message, and with and without tools, if the template accepts
+        them. Its tokens are the same as in the whole conversation.
     """
 
     _key = "rollout.environment"
@@ -201,14 +200,14 @@ class ReplyFormat(TurnFormat):
             try:
                 self._template.text(history, tools, prompt=True)
             except RecordError:
-                continue  # the template refuses such prompts
+                continue  # the template does not accept such prompts
             if (suffix := self._suffix([*history, *self._turns("a")[1:]], tools)) != alone:
                 raise self._error(f"writes a reply as {suffix!r:.200} after {name}, and as {alone!r:.200} without")
 
     def reply_ids(self, reply: str, *, ends: bool = False) -> list[int]:
         """The tokens between the end of a turn and the beginning of the next turn. Added tokens of the tokenizer in
-        the reply become ordinary text. ends: whether the end marker of the turn comes first, because the model has
-        not generated it.
+        the reply become ordinary text. ends: whether the tokens begin with the turn's end marker, because the model
+        has not generated it.
         """
         ids = self.text.ids_within(lambda replies: self._suffix(self._turns(replies[0])), [reply])
         return [self.marker_id, *ids] if ends else ids
@@ -218,12 +217,12 @@ class ReplyFormat(TurnFormat):
 
 
 def generation_prompt(tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None = None) -> str:
-    """What the chat template writes behind a question for the next turn; "" if nothing, or without a template."""
+    """The text that the chat template writes after a question for the next turn, or "" without such a text."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return ""
     try:
         template = ChatTemplate(tokenizer, ("messages",), "none", processor)
         before, prompted = (template.text([QUESTION], None, prompt=prompt) for prompt in (False, True))
     except ValueError:
-        return ""  # a run whose prompts are strings does not use its template
+        return ""  # a run with strings as prompts does not use the template
     return prompted.removeprefix(before) if prompted.startswith(before) else ""

@@ -1,8 +1,8 @@
-"""The format in which a chat template writes calls of tools, and the replies to them. It is proven for the template.
+"""The format in which a chat template writes calls of tools, and the replies to them. It is proven for each template.
 
-transformers' response templates parse a turn. The format of a template is not guessed by the model's name: the
-template writes calls of all tools, and a format is used only if it gives the same calls back. `FORMATS` has the
-common formats; a tokenizer may also have a response template of its own.
+transformers' response templates parse a turn. The format of a template is not guessed from the model's name. The
+template writes calls of all tools, and a format is used only if it parses the same calls back. `FORMATS` has the
+common formats; a tokenizer may also have its own response template.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ from stillhouse.display import first_line
 
 #: the JSON schema of a tool, as transformers' `get_json_schema` makes it
 Schema = dict[str, Any]
-#: the name of a tool in replies to calls of no tool, which the template may write
+#: the name of the tool in replies to calls of unknown tools; the template may write this name
 UNKNOWN = "unknown_tool"
-#: errors of transformers' parser for text that is no call
+#: errors of transformers' parser for a text that is not a call
 _UNPARSED = (ValueError, TypeError, KeyError, RecursionError)
 _WHOLE_CALL = {"type": "function", "function": "{content}"}
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -30,8 +30,8 @@ _THOUGHTS: dict[str, Any] = {"reasoning_content": {"open": "<think>", "close": "
 
 
 def _format(opening: str, thoughts: Mapping[str, Any] = _THOUGHTS, **calls: Any) -> tuple[str, dict[str, Any]]:
-    """A text with which calls begin, and the response template. calls: its field of calls, beyond the usual ones. The
-    prefix of a turn is only the generation prompt, so that no anchor is needed.
+    """The text with which calls begin, and the response template. calls: additional entries of its field of calls.
+    The prefix of a turn is only the generation prompt, so no anchor is needed.
     """
     tool_calls = {"repeats": True, "content": "json", "transform": _CALL} | calls
     fields = {**thoughts, "tool_calls": tool_calls, "content": {"content": "text"}}
@@ -95,7 +95,7 @@ FORMATS: Mapping[str, tuple[str, dict[str, Any]]] = {
         close_pattern=r"<\|call\|>|$",
     ),
 }
-#: values of arguments by their JSON types: easy ones, and ones that a careless format would change
+#: values of arguments by their JSON types: simple values, and values that an unsuitable format would change
 _VALUES: Sequence[Mapping[str, Any]] = (
     {"string": "Paris", "integer": 7, "number": 2.5, "boolean": True, "array": [1, 2], "object": {"a": 1}},
     {
@@ -108,7 +108,7 @@ _VALUES: Sequence[Mapping[str, Any]] = (
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool. problem: why it cannot be made."""
+    """A call of a tool. problem: the reason why the call cannot be made, or ""."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -116,12 +116,10 @@ class ToolCall:
 
 
 class ToolFormat(TurnFormat):
-    """How a tokenizer's chat template writes calls of tools and replies to them.
-
-    schemas: those of the tools. processor: see `ChatTemplate`.
-
+    """How a tokenizer's chat template writes calls of tools and replies to them. schemas: the schemas of the tools.
+    processor: see `ChatTemplate`.
     Raises ValueError if no format is proven: if a call that the template writes is not parsed back as the same call,
-    if the template does not write a reply behind the turn, or if it writes the turn in another way with a reply.
+        if the template does not write a reply after the turn, or if it writes the turn differently with a reply.
     """
 
     _key, _what = "rollout.tools", "a conversation with tools"
@@ -143,7 +141,7 @@ class ToolFormat(TurnFormat):
         several = [(self.names[0], {"a": text}) for text in (f"one{ANCHOR}", f"two{ANCHOR}")]
         try:
             self.has_several = not self._difference(several, self._parsed_by)
-        except ValueError:  # the template refuses two calls
+        except ValueError:  # the template does not accept two calls
             self.has_several = False
         for count in (1, 2) if self.has_several else (1,):
             names, replies = self.names[:1] * count, [f"Reply{ANCHOR}{number}" for number in range(count)]
@@ -155,7 +153,7 @@ class ToolFormat(TurnFormat):
             self._prove_ids(messages, self.schemas, self.reply_ids(names, replies))
 
     def calls(self, turn: str) -> list[ToolCall]:
-        """The calls in a turn of the model, without its end marker. A problem of a call is for the model to read."""
+        """The calls in a turn of the model without its end marker. The problem of a call is a text for the model."""
         try:
             message = parse_response(turn, self._parsed_by, prefix=self.prompt, tools=self.schemas)
         except _UNPARSED as error:
@@ -168,14 +166,14 @@ class ToolFormat(TurnFormat):
         return calls
 
     def reply_ids(self, names: Sequence[str], replies: Sequence[str], *, ends: bool = False) -> list[int]:
-        """The tokens between the end of a turn and the beginning of the next turn (see `ReplyFormat`). names: of the
-        tools that the turn calls. replies: the texts of their replies.
+        """The tokens between the end of a turn and the beginning of the next turn (see `ReplyFormat`). names: the
+        names of the tools that the turn calls. replies: the texts of their replies.
         """
         ids = self.text.ids_within(lambda texts: self._suffix(_replied(names, texts), self.schemas), replies)
         return [self.marker_id, *ids] if ends else ids
 
     def _proven(self) -> tuple[str, str, dict[str, Any]]:
-        """Title, opening and response template of the format that gives back all calls."""
+        """The title, the opening and the response template of the format that parses all calls back."""
         formats, problem = dict(FORMATS), ""
         if parsed_by := getattr(self.tokenizer, "response_template", None):
             opening = parsed_by.get("fields", {}).get("tool_calls", {}).get("open")
@@ -195,10 +193,10 @@ class ToolFormat(TurnFormat):
         raise self._error(f"{problem}, and no other of the {len(formats)} formats gives it back")
 
     def _difference(self, calls: Sequence[tuple[str, Mapping[str, Any]]], parsed_by: dict[str, Any]) -> str:
-        """The difference of a turn's calls from those that are parsed back, in words; "" if there is none."""
+        """A description of the difference between a turn's calls and the calls that are parsed back, or ""."""
         message = _calling(calls) if calls else {"role": "assistant", "content": "Nothing more is needed."}
         text = self._written([QUESTION, message], self.schemas)
-        # the prefix for the parser is the generation prompt, if the template writes it before this turn, too
+        # if the template also writes the generation prompt before this turn, it is the prefix for the parser
         prefix = self.prompt if text.startswith(self._prompted) else ""
         turn = text.removeprefix(self._prompted if prefix else self._before).rstrip().removesuffix(self.marker)
         expected = [{"name": name, "arguments": arguments} for name, arguments in calls]
@@ -223,7 +221,7 @@ class ToolFormat(TurnFormat):
 
 
 def _calling(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:
-    """A turn with calls. The form of their ids is the one that Mistral's templates require."""
+    """A turn with calls. Mistral's templates require this form of the calls' ids."""
     message_calls = [
         {"id": f"{number:09d}", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
         for number, (name, arguments) in enumerate(calls)
@@ -232,7 +230,7 @@ def _calling(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:
 
 
 def _replied(names: Sequence[str], replies: Sequence[str]) -> list[Message]:
-    """A conversation with calls of these tools, the last one with the anchor, and the replies to them."""
+    """A conversation with calls of these tools and the replies to them. The last call has the anchor."""
     answers = [
         {"role": "tool", "name": name, "tool_call_id": f"{number:09d}", "content": text}
         for number, (name, text) in enumerate(zip(names, replies, strict=True))
@@ -242,7 +240,7 @@ def _replied(names: Sequence[str], replies: Sequence[str]) -> list[Message]:
 
 
 def _bare(function: Any) -> Any:
-    """A call without keys such as an id. Templates write no arguments in different ways."""
+    """A call without further keys such as an id. Different templates write empty arguments in different ways."""
     if not isinstance(function, dict):
         return function
     return {"name": function.get("name"), "arguments": function.get("arguments") or {}}

@@ -49,9 +49,9 @@ PROMPT_TOKENS = 32
 class GreedyEvaluation:
     """The evaluations of a run that need completions.
 
-    engine: completes greedily; if the run has several processes, it has a copy of the student's weights.
-    file: the file of the shown completions; None without any, and on all ranks except rank 0.
-    prompts: the evaluation of eval.prompts; None if the run has none.
+    engine: completes prompts greedily; if the run has several processes, it has a copy of the student's weights.
+    file: the file of the shown completions. It is None if no completions are shown, and on all ranks except rank 0.
+    prompts: the evaluation of eval.prompts, or None if the run has none.
     """
 
     models: Models
@@ -63,9 +63,8 @@ class GreedyEvaluation:
     prompts: PromptEvaluation | None
 
     def evaluate(self, step: int, others: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of tasks and callbacks, the same on all ranks, and show completions of held-out prompts.
-
-        A collective. others: the other metrics of this evaluation, whose names a callback must not use.
+        """Return the metrics of tasks and callbacks, the same on all ranks, and record completions of held-out
+        prompts. A collective. others: the other metrics of this evaluation, whose names a callback must not use.
         Raises UserFunctionError on all ranks if a callback or a reward fails, the errors of `errors_of_signals`, and
         ConfigError if no callback gives the metric of checkpoint.best.
         """
@@ -83,7 +82,7 @@ class GreedyEvaluation:
                 metrics |= prompt_metrics
                 if self.file is not None:
                     self.file.append(shown)
-            watchdog.enter("eval.callbacks", timed=False)  # they may take any time
+            watchdog.enter("eval.callbacks", timed=False)  # callbacks may take any time
             with self.models.ranks.shared(UserFunctionError, ValueError, OverdueError) as shared:
                 if is_first():
                     shared.value = dict[str, float]()
@@ -128,8 +127,8 @@ class GreedyEvaluation:
 
 @contextmanager
 def greedy_evaluation(session: Session, folder: RunFolder, kept: int) -> Iterator[GreedyEvaluation | None]:
-    """Yield the evaluations that need completions; None if the run has none. kept: the last step whose shown
-    completions are kept; those of later steps, which the run repeats, are removed.
+    """Yield the evaluations that need completions, or None if the run has none. kept: the last step whose shown
+    completions are kept. The completions of later steps are removed, because the run repeats these steps.
     """
     settings = session.schedule.eval_config
     if not (settings.tasks or settings.callbacks or settings.samples or settings.prompts):
@@ -153,11 +152,12 @@ def evaluate_tasks(
     count: int,
     seed: int,
 ) -> dict[str, float]:
-    """Return the shares of held-out problems of each task, and of each length, that are completed exactly, and the
-    share of completions that are cut at the limit; empty without tasks.
-
-    generate: completes prompts greedily, in their order. tasks: as in `TaskSpec.parse`, each name once.
-    count: the number of problems of each task; the lengths of the problems alternate.
+    """Return metrics of held-out problems: for each task, and for each length of its problems, the share of problems
+    that are completed exactly; and the share of completions that are cut at the limit. The dict is empty without
+    tasks.
+    generate: completes prompts greedily, and returns the completions in the order of the prompts.
+    tasks: texts for `TaskSpec.parse`; each name occurs once.
+    count: the number of problems of each task. The lengths of the problems alternate.
     """
     specs = [TaskSpec.parse(text) for text in tasks]
     problems = [(spec.name, problem(spec, seed, number, held_out=True)) for spec in specs for number in range(count)]
@@ -177,7 +177,6 @@ def evaluate_tasks(
 
 
 def _text_requests(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[GenerationRequest]:
-    """Return requests for these texts, tokenized like prompts in training."""
     template = StringTemplate(tokenizer, ("prompt",), "none")
     prompts = template.encode([Rendered("", prompt=text) for text in texts])
     return [GenerationRequest(number, prompt.ids, seed=number) for number, prompt in enumerate(prompts)]
@@ -185,7 +184,7 @@ def _text_requests(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class HeldOutPrompt:
-    """The beginning of a held-out document, and its continuation. document: its number."""
+    """The beginning of a held-out document, and its continuation. document: the document's number."""
 
     document: int
     prompt_N: np.ndarray
@@ -193,10 +192,10 @@ class HeldOutPrompt:
 
 
 def choose_prompts(documents: Documents, count: int, processor: MediaProcessor | None = None) -> list[HeldOutPrompt]:
-    """Choose up to `count` prompts, the same ones in every run on this data. Prompts of several sets alternate.
-
-    A document is cut before its first target, or without a prompt after half of its tokens, at most `PROMPT_TOKENS`,
-    but not before its last media; one with nothing after the cut is left out. processor: that of the media.
+    """Choose up to `count` prompts, the same prompts in every run on this data. Prompts of several sets alternate.
+    A document is cut before its first target. A document without a prompt is cut after half of its tokens, but after
+    at most `PROMPT_TOKENS` tokens. No document is cut before its last media. A document with nothing after the cut is
+    left out. processor: the processor of the media.
     """
     by_set: dict[int, list[int]] = {}
     for document in in_shown_order(documents, range(len(documents))):
@@ -225,9 +224,9 @@ class EvaluationContext:
     """The argument of a callback.
 
     step: the number of optimizer steps so far.
-    folder: the run's folder, in which a callback may write files of its own.
-    generate: completes texts greedily with the current student, up to eval.task_tokens tokens each; returns the
-        completions without special tokens, in the order of the texts.
+    folder: the run's folder, in which a callback may write its files.
+    generate: completes texts greedily with the current student, up to eval.task_tokens tokens each, and returns the
+        completions without special tokens in the order of the texts.
     """
 
     step: int
@@ -238,8 +237,7 @@ class EvaluationContext:
 
 def checked_metrics(function: object, returned: Any, others: set[str]) -> dict[str, float]:
     """Return a callback's metrics under their keys, `eval/<name>`. others: the other metrics of this evaluation.
-
-    Raises UserFunctionError unless it has returned a dict of new names and finite numbers.
+    Raises UserFunctionError unless the callback has returned a dict of new names and finite numbers.
     """
     if not isinstance(returned, Mapping):
         raise UserFunctionError(f"{function} gives {shown(returned)}: expected a dict of names and numbers")

@@ -1,7 +1,7 @@
 """Held-out documents: their metrics, and a comparison of teacher and student on a few of them, token by token.
 
-C shown rows of a micro-batch, or some of them; E hidden size of a model; V vocabulary; K tokens with the largest
-values.
+C shown rows of a micro-batch, or some of these rows; E hidden size of a model; V vocabulary; K tokens with the
+largest values.
 """
 
 import hashlib
@@ -42,18 +42,18 @@ from stillhouse.parallel import watchdog
 DOCUMENTS = 4
 TOKENS = 256
 TOP = 5
-#: the number of shown logits that a gradient step on a term raises most; as many are shown that it lowers most
+#: the number of shown logits that a gradient step on a term raises most, and of those that it lowers most
 PUSHED = 3
-#: rows whose logits are computed at once
+#: the number of rows whose logits are computed at once
 ROWS = 64
 
 #: token ids with their probabilities or gradients, the largest first
 Ranked = list[tuple[int, float]]
-#: for one term of the objective at one row: its value in nats, the norm of the gradient of scale · value with respect
-#: to the student's logits, and the entries of this gradient that raise and lower a logit most
+#: for one term of the objective and one row: the value in nats; the norm of the gradient of scale · value with
+#: respect to the student's logits; and the entries of this gradient that raise and lower a logit most
 OfTerm = tuple[float, float, Ranked, Ranked]
-#: for a row: the document, the position of the predicted token, the KL, the most probable tokens of teacher
-#: and student, and the terms by name
+#: for each row: the document, the position of the predicted token, the KL, the most probable tokens of the teacher
+#: and of the student, and the terms by name
 Entry = tuple[int, int, float, Ranked, Ranked, dict[str, OfTerm]]
 
 
@@ -65,14 +65,13 @@ def held_out_metrics(
     *,
     with_teacher: bool = False,
 ) -> dict[str, float]:
-    """Return means over all target tokens of the held-out documents (see `Engine.evaluate`).
-
-    If there are several sets, each set also has its own metrics `eval/<name>/…`. No metric depends on the run's
-    objective. Without a teacher, the metrics that need a teacher are absent.
+    """Return means over all target tokens of the held-out documents (see `Engine.evaluate`). If there are several
+    sets, each set also has metrics `eval/<name>/…`. No metric depends on the run's objective. Metrics that need a
+    teacher are absent if there is none.
 
     spec: the run's objective, which names the teachers.
     with_teacher: also report the cross-entropy of the teacher, to compare it with the student's. This needs a single
-    teacher with exact signals, because sparse signals may lack the label.
+        teacher with exact signals, because sparse signals may lack the label.
     """
     watchdog.enter("an evaluation")
     names = list(sequences.documents.reports)
@@ -92,7 +91,7 @@ def held_out_metrics(
 def _parts(
     models: Models, sequences: PackedSequences, numbers: np.ndarray, micro_batch_tokens: int
 ) -> Iterator[tuple[Sequence[MicroBatch], Sequence[Signals]]]:
-    """Yield these sequences as (micro-batches, signals), with one micro-batch per data rank and stage at a time."""
+    """Yield these sequences as (micro-batches, signals). Each part has one micro-batch per data rank and stage."""
     layout = models.engine.student.layout
     together = layout.degrees.data * layout.stages
     rows = max(1, micro_batch_tokens // sequences.max_tokens)
@@ -110,13 +109,13 @@ def in_shown_order(documents: Documents, numbers: Iterable[int]) -> list[int]:
 
 @torch.no_grad()
 def held_out_tokens(models: Models, data: Data, spec: ObjectiveSpec, step: int) -> HeldOutTokens | None:
-    """Return the content of tokens.json: for every token its text, KL(teacher‖student), the five most probable tokens
-    of teacher and student and, if the token is a target, the gradient of each term of the objective.
+    """Return the content of tokens.json. For every token, it has the text, KL(teacher‖student), the five most
+    probable tokens of teacher and student and, if the token is a target, the gradient of each term of the objective.
 
-    These values describe the distributions that predicted the token, so the first token of a document has none. Terms
-    that need the student's own completions have no gradient here.
-    Returns None if there is no held-out data, or not exactly one teacher with the full vocabulary. A collective of
-    all processes, with the same result on each.
+    These values describe the distributions that predicted the token, so the first token of a document has no values.
+    Terms that need the student's own completions have no gradient here. A collective of all processes, with the same
+    result on each process. Returns None if there is no held-out data, or not exactly one teacher with the full
+    vocabulary.
     """
     sequences = data.evaluation
     if sequences is None or not models.has_exact_teacher:
@@ -163,7 +162,7 @@ def _document(
 
 
 def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
-    """Return the objective of the dataset's documents without terms that need rollouts; None if no term is left."""
+    """The objective of the dataset's documents without terms that need rollouts, or None if no term is left."""
     if spec.by_origin:
         return _without_rollouts(spec.by_origin[DATASET]) if DATASET in spec.by_origin else None
     if not spec.needs_rollouts:
@@ -177,8 +176,7 @@ class _ShownTokens:
     """The output processor.
 
     shown: the positions of the shown tokens of each shown document. objective: the terms whose gradients are shown.
-
-    It calls collectives of the ranks that share the vocabulary. These ranks have the same C rows.
+    The processor calls collectives of the ranks that share the vocabulary. These ranks have the same C rows.
     """
 
     shown: Mapping[int, np.ndarray]
@@ -217,8 +215,8 @@ class _ShownTokens:
 def gradients_by_term(
     spec: ObjectiveSpec, student: FullVocab, teacher: FullVocab, labels_C: Tensor, weights_C: Tensor
 ) -> list[dict[str, OfTerm]]:
-    """For each row, each term's value and gradient with respect to the student's logits; empty for weight 0. The
-    gradient is that of weight · scale · value. A training step also divides by the number of target tokens.
+    """The value of each term and its gradient with respect to the student's logits, for each row; none for weight 0.
+    The gradient is that of weight · scale · value; a training step also divides by the number of target tokens.
     """
     head = student.head
     vocabulary = common_vocabulary([head, teacher.head])  # also for a term that needs no teacher
@@ -241,7 +239,7 @@ def gradients_by_term(
 
 
 def _gradient(term: Term, logits_CV: Tensor, weights_C: Tensor, shard: VocabShard | None) -> list[OfTerm]:
-    """Return a term's value and gradient for each row. logits_CV: this rank's columns of the logits."""
+    """The value and the gradient of a term for each row. logits_CV: this rank's columns of the logits."""
     with torch.enable_grad(), torch.autocast(logits_CV.device.type, enabled=False):
         leaf_CV = logits_CV.detach().requires_grad_()
         output = logits_objective(leaf_CV, [term], shard=shard, weights_T=weights_C)

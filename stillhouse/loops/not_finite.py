@@ -23,9 +23,8 @@ def not_finite_error(
     models: Models, checkpoints: Path, step: int, micro_batches: ShardedMicroBatches, output: StepOutput, norm: float
 ) -> ValueError:
     """Return an error that names the cause of a loss or gradient norm that is not finite. Weights are not changed.
-
-    step: the step's number, counted from 1.
-    output: the step's output for these micro-batches; the student still has the gradient.
+    step: the step's number, counted from 1. output: the step's output for these micro-batches; the student still has
+    the gradient.
     """
     loss, packed = output.sums["loss"], micro_batches.all_ranks
     assert isinstance(packed, PackedMicroBatches)
@@ -64,8 +63,9 @@ def not_finite_error(
 
 
 def _sources(models: Models, sequences: PackedSequences, documents: Iterable[int]) -> str:
-    """Return the sources of the documents whose own loss or gradient is not finite; if there are none, all sources.
-    Each document is run separately, because a NaN spreads to all documents that are packed into the same row.
+    """The sources of the documents whose own loss or gradient is not finite, or all sources if there is no such
+    document. Each document is run separately, because a NaN spreads to all documents that are packed into the same
+    row.
     """
     candidates = sorted(set(documents))
     numbers: list[int] = []
@@ -88,6 +88,6 @@ def _sources(models: Models, sequences: PackedSequences, documents: Iterable[int
 
 
 def _run_again(models: Models, packed: PackedMicroBatches) -> float:
-    """Run one micro-batch separately and return its loss. Afterwards the student has this micro-batch's gradient."""
+    """Run one micro-batch separately and return its loss. The student then has the gradient of this micro-batch."""
     models.engine.zero_grad()
     return models.step(models.shard(packed)).sums["loss"]

@@ -20,8 +20,9 @@ from stillhouse.signals import RequestedSteps
 
 
 def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
-    """Run all remaining steps; returns the run's progress at the end. The student then has the final weights. Raises
-    the errors of `off_policy.train`. If no server answers, it saves a checkpoint and raises SignalsLostError.
+    """Run all remaining steps, and return the run's progress at the end. The student then has the final weights.
+    Raises the errors of `off_policy.train`. If no server answers, a checkpoint is saved and SignalsLostError is
+    raised.
     """
     models, plan = session.models, session.rollout
     assert plan is not None

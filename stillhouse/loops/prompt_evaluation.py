@@ -1,7 +1,8 @@
 """Evaluation on prompts alone (`eval.prompts`): the student completes the same prompts at each evaluation.
 
-Turns, tools and environments are those of training; the weights are those in the job. The teacher scores the
-student's tokens as it scores those of rollouts, so that the divergence is on the student's own prefixes.
+Turns, tools and environments are the same as in training; the weights are those of the job's own student. The teacher
+scores the student's tokens as it scores the tokens of rollouts. So the divergence is measured on prefixes that the
+student wrote.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,15 +38,14 @@ from stillhouse.user_code.functions import EVAL_REWARD
 
 #: the beginning of a key in `Progress.data` for the prompts of one setting of eval.prompts
 PROMPTS = "eval.prompts/"
-#: how many completions are shown if eval.samples is 0
+#: the number of shown completions if eval.samples is 0
 SHOWN = 4
 
 
 class PromptEvaluation:
-    """The student's completions of held-out prompts, and what the teacher and a reward say about them.
+    """The student's completions of held-out prompts, and their scores by the teacher and by a reward.
 
     engine: has the weights to evaluate; each completion has the same seed at each evaluation.
-
     Raises ConfigError for data that has no prompts, for a reward that cannot be imported, and on all ranks if the
     student cannot end a turn with a call of a tool, or before a reply.
     """
@@ -56,7 +56,7 @@ class PromptEvaluation:
         words = None if session.rollout is None else shared_prompts(session.data.train.documents, self._prompts)
         if words is not None:
             warn(words)
-        # without the section, its defaults hold for servers
+        # if the section is missing, servers use its defaults
         section = RolloutConfig() if session.rollout is None else session.rollout.config
         require_end_of_turn(session.models, session.data, section)
         if section.has_turns:  # a turn ends as in training
@@ -75,16 +75,15 @@ class PromptEvaluation:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """A hash of the prompts, under a key for the settings that choose them."""
+        """A hash of the prompts. Its key names the settings that choose the prompts."""
         settings = self._settings
         chosen = json_hash([settings.data, settings.count, settings.max_new_tokens])
         return {f"{PROMPTS}{chosen}": self._prompts.fingerprint()}
 
     def evaluate(self, step: int) -> tuple[dict[str, float], list[EvalSample]]:
         """Return the metrics `eval/prompts/…` and some completions, the same on all ranks. A collective.
-
-        `reverse_kl` is a mean over the student's tokens; the others are means over completions, `ended` the share of
-        those with an end. Raises the errors of `completed`.
+        `reverse_kl` is a mean over the student's tokens. The other metrics are means over completions; `ended` is the
+        share of completions that the student ended. Raises the errors of `completed`.
         """
         session = self._session
         calls_functions = self._rollout.reward is not None or self._rollout.has_turns
@@ -120,11 +119,11 @@ class PromptEvaluation:
         return {f"eval/prompts/{name}": value for name, value in metrics.items()}, shown
 
     def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[ShardedMicroBatches, Sequence[Signals]]]:
-        """Yield the completions as (micro-batches, signals), with few micro-batches per data rank at a time."""
+        """Yield the completions as (micro-batches, signals). Each part has few micro-batches per data rank."""
         session, student = self._session, self._session.models.engine.student
         together = student.layout.degrees.data * student.layout.stages * self._documents_at_once
         for start in range(0, len(samples), together):
-            # the tokens are scored like those of a dataset, without the log-probabilities of their sampling
+            # the tokens are scored like tokens of a dataset, without the log-probabilities of their sampling
             documents = step_documents(self._prompts, samples[start : start + together], TargetRules())
             part = self._packer.sharded(student, replace(documents, per_token={}), training=False)
             yield part, session.models.source.request(part).result()
@@ -134,7 +133,7 @@ class PromptEvaluation:
 def eval_sample(
     step: int, data: Data, documents: Documents, number: int, prompt_N: np.ndarray, completion: Completion
 ) -> EvalSample:
-    """The record of a completion of a held-out prompt, without a reference. number: of the prompt's document."""
+    """The record of a held-out prompt's completion, without a reference. number: the number of the document."""
     return EvalSample(
         step=step,
         number=number,
@@ -149,8 +148,8 @@ def eval_sample(
 
 
 def shared_prompts(train: Documents, prompts: Documents) -> str | None:
-    """A warning about held-out prompts that an on-policy run trains on; None without any. train: its prompts"""
-    if prompts.media is not None:  # one question may be asked about several files
+    """A warning about held-out prompts that an on-policy run trains on, or None. train: the prompts of training."""
+    if prompts.media is not None:  # several files may have the same question
         return None
     held_out = [prompts.tokens(number).tobytes() for number in range(len(prompts))]
     shared = set(held_out).intersection(train.tokens(number).tobytes() for number in range(len(train)))
@@ -163,8 +162,8 @@ def shared_prompts(train: Documents, prompts: Documents) -> str | None:
 
 
 def held_out_prompts(models: Models, data: Data, plan: RolloutPlan | None, settings: EvalPromptsConfig) -> Documents:
-    """Return up to `settings.count` prompts, the same ones in every run on this data. Raises ConfigError if the data
-    cannot be read or if a record has no prompt.
+    """Return up to `settings.count` prompts, the same prompts in every run on this data. Raises ConfigError if the
+    data cannot be read or if a record has no prompt.
     """
     named = {key.removeprefix("teachers."): config for key, config in models.teacher_configs.items()}
     prefixes = {name: prefix for name, config in named.items() if (prefix := getattr(config, "prefix", None))}
@@ -204,10 +203,9 @@ def completed(
     engine: JobEngine,
     reward_key: str,
 ) -> list[Sample]:
-    """Return a sample of each prompt, with the reward, the environment and the tools of `rollout`, on all ranks.
-
-    A collective of all processes. Raises the `ERRORS` of rank 0 on all ranks. sampling: None: the engine's.
-    reward_key: the key of the configuration that has the reward.
+    """Return one sample of each prompt, with the reward, the environment and the tools of `rollout`, on all ranks. A
+    collective of all processes. Raises the `ERRORS` of rank 0 on all ranks. sampling: if it is None, the engine's
+    settings are used. reward_key: the key of the configuration that has the reward.
     """
     require_no_signal = SignalWatch(ServerError(f"a signal came while the run waited for {reward_key}"))
     finished: list[Sample] = []

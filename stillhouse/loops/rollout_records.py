@@ -1,7 +1,7 @@
 """The records of a step's samples: metrics of all samples and of each source of prompts, and a few completions.
 
-rollout/math/reward, …                   as rollout/reward, over the samples of the source "math"; and their number:
-rollout/math/completions
+rollout/math/reward, …                   as rollout/reward, over the samples of the source "math"
+rollout/math/completions                 the number of samples of this source
 rollout/math/reverse_kl_nats_per_token   a term of the objective: the mean over the source's target tokens, unscaled
 
 D documents of a step: its samples, then documents of the dataset. T rows of a micro-batch.
@@ -32,7 +32,7 @@ from stillhouse.user_code.functions import REWARD
 
 #: the prefixes of the keys of per-token values that are not divergences of teacher and student
 _NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "sampled_")
-#: values per token that are no terms of the objective
+#: the values per token that are not terms of the objective
 _NO_TERMS = ("log_ratio",)
 #: the key of the number of target tokens of a source
 _TOKENS = "tokens"
@@ -40,7 +40,7 @@ _TOKENS = "tokens"
 
 @dataclass(frozen=True)
 class SampledStep:
-    """A step on samples. number: from 0. micro_batches, output: those of this process."""
+    """A step on samples. number: the step's number, from 0. micro_batches, output: the parts of this process."""
 
     number: int
     samples: Sequence[Sample]
@@ -50,7 +50,8 @@ class SampledStep:
 
 class RolloutMetrics:
     """The metrics of the steps since the run was started or resumed, with warnings about their samples.
-    one_teacher_per_document: whether a document of the run has one of several teachers. noise: see `RolloutWarnings`.
+    one_teacher_per_document: whether the run has several teachers and each document belongs to one of them. noise:
+    see `RolloutWarnings`.
     """
 
     def __init__(
@@ -69,8 +70,9 @@ class RolloutMetrics:
     def of(
         self, step: SampledStep, seconds: float, waited: float, times: Mapping[str, tuple[int, float]]
     ) -> dict[str, float]:
-        """Return the metrics of a step that took `seconds` seconds, of which the trainer waited `waited` seconds. A
-        collective of all processes. times: see `FunctionCalls.take_times`; empty except on rank 0.
+        """Return the metrics of a step. A collective of all processes. seconds: the time of the step. waited: the
+        time for which the trainer waited for completions in it. times: see `FunctionCalls.take_times`; empty except
+        on rank 0.
         """
         metrics, samples, sources = {"rollout/share": 0.0}, step.samples, self._rollout.sources
         if samples:
@@ -101,8 +103,9 @@ class RolloutMetrics:
         return metrics
 
     def _policy(self, step: SampledStep) -> dict[str, float]:
-        """Return staleness, ratios, and mean and largest difference of log-probabilities. `log_ratio_fresh` is the
-        mean over tokens of the current weights, and absent without such tokens. A collective of all processes.
+        """The staleness, the ratios, and the mean and largest difference of log-probabilities. A collective of all
+        processes. `log_ratio_fresh` is the mean over tokens of the current weights; it is absent if there are no such
+        tokens.
         """
         counts, sums = staleness(step.samples, step.number), step.output.sums
         metrics = {
@@ -120,14 +123,15 @@ class RolloutMetrics:
         statistics_R3 = np.array(self._ranks.gather([largest, total, count]))
         tokens = sums["sampled"] or 1.0
         metrics["rollout/log_ratio"] = sums["log_ratio"] / tokens
-        metrics["rollout/log_ratio_max"] = float(statistics_R3[:, 0].max())  # NaN stays NaN, unlike with max()
+        metrics["rollout/log_ratio_max"] = float(statistics_R3[:, 0].max())  # max() of Python may drop a NaN
         if statistics_R3[:, 2].sum():
             metrics["rollout/log_ratio_fresh"] = float(statistics_R3[:, 1].sum() / statistics_R3[:, 2].sum())
         return metrics | {f"rollout/{name}": sums[name] / tokens for name in ("ratio", "clipped") if name in sums}
 
     def _sums_by_source(self, step: SampledStep) -> list[dict[str, float]]:
-        """For each source, the sum of each term's values over its target tokens, and the numbers of these tokens,
-        with an objective by origin also of each origin. Processes with copies of a row all add it. A collective.
+        """For each source, the sum of each term's values over the source's target tokens, and the number of these
+        tokens. With an objective by origin, there are also sums for each origin. Processes with copies of a row all
+        add it. A collective.
         """
         plan = self._plan
         source_D = torch.tensor(
@@ -152,10 +156,9 @@ class RolloutMetrics:
         return [add_up(source_sums) for source_sums in zip(*self._ranks.gather(sums), strict=True)]
 
     def _source_means(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the means of the terms of one source over its target tokens, of teachers and origins together.
-
-        As in `step_metrics.means`: with the teachers' weights unless each document has one teacher; a term of some
-        origins is a mean over the tokens of these origins.
+        """The means of the terms of one source over its target tokens, for all teachers and origins together.
+        As in `step_metrics.means`, the mean over teachers has the teachers' weights, unless each document has one
+        teacher. A term of some origins is a mean over the tokens of these origins.
         """
         teachers = {} if self._one_teacher_per_document else self._spec.teachers
         averages, tokens = dict[str, float](), dict[str, float]()
@@ -189,7 +192,7 @@ def shown_samples(ranks: Ranks, data: Data, plan: RolloutPlan, step: SampledStep
         documents = documents_T[rows].tolist()
         positions = (micro_batch.position_ids_BS.flatten()[rows] + 1).tolist()
         rows_here += zip(documents, positions, torch.stack(divergences).sum(0)[rows].tolist(), strict=True)
-    # by document, the sum of the divergences by the position of the token that their row predicts
+    # by document: the sum of the divergences at each position of a predicted token
     by_document: dict[int, dict[int, float]] = {number: {} for number in numbers}
     for rows_of_rank in ranks.gather(rows_here):
         for document, position, value in rows_of_rank:
@@ -198,10 +201,9 @@ def shown_samples(ranks: Ranks, data: Data, plan: RolloutPlan, step: SampledStep
 
 
 def shown_numbers(samples: Sequence[Sample], plan: PromptPlan, step: int, most: int) -> list[int]:
-    """Choose at most `most` samples of a step, as positions: all of some prompts, or the first ones of a single
-    prompt.
-
-    The first prompt is another one in successive steps, so that samples of every staleness are shown under async.
+    """Choose at most `most` samples of a step, and return their positions. These are all samples of some prompts, or
+    the first samples of a single prompt. Successive steps begin with different prompts, so that samples of every
+    staleness are shown under async.
     """
     groups: dict[int, list[int]] = {}
     for position, sample in enumerate(samples):
@@ -218,7 +220,7 @@ def shown_numbers(samples: Sequence[Sample], plan: PromptPlan, step: int, most: 
 def sample_record(
     data: Data, plan: RolloutPlan, step: int, sample: Sample, divergences: Mapping[int, float] = MappingProxyType({})
 ) -> SampleRecord:
-    """Return the record of a sample, as samples.jsonl has it. divergences: by position (see `shown_samples`)."""
+    """The record of a sample in samples.jsonl. divergences: by position (see `shown_samples`)."""
     source = plan.prompts.source_of(sample.number)
     completion, tokenizer = sample.completion, data.tokenizer
     prompt_ids = data.train.documents.tokens(sample.prompt)
@@ -261,7 +263,7 @@ def sample_metrics(
     samples: Sequence[Sample], rollouts: Sequence[RolloutConfig], plan: PromptPlan
 ) -> dict[str, float]:
     """Return means over samples: of their lengths, ends, rewards, turns and calls. rollouts: the sections rollout of
-    the samples' sources. The parts of different rewards have no means.
+    the samples' sources. Parts of rewards have no means if the sources have different rewards.
     """
     values = {
         "completion_tokens": statistics.fmean(sample.generated_tokens for sample in samples),
@@ -278,8 +280,8 @@ def sample_metrics(
 
 
 def turn_statistics(samples: Sequence[Sample], rollouts: Sequence[RolloutConfig]) -> dict[str, float]:
-    """Return `turns` and `tool_calls` per sample, and `tool_errors` per call, as far as samples can have any.
-    rollouts: the sections rollout of the samples' sources.
+    """Return `turns` and `tool_calls` per sample, and `tool_errors` per call, if the samples can have turns and
+    calls. rollouts: the sections rollout of the samples' sources.
     """
     if not any(rollout.has_turns for rollout in rollouts):
         return {}

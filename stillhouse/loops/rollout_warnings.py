@@ -1,4 +1,4 @@
-"""Warnings, each once, about samples that a run cannot learn from as its configuration says."""
+"""Warnings about samples from which a run cannot learn as its configuration says. Each warning is given once."""
 
 import math
 import statistics
@@ -14,32 +14,51 @@ from stillhouse.rollout import PromptPlan, Sample
 #: steps, the mean length is more than LONGER times as large or the share has grown by more than MORE_CUT
 LONGER, FIRST_STEPS = 2.0, 5
 MORE_CUT = 0.3
-#: a warning is given after so many steps without a call or a reply, and after so many steps in which every completion
-#: is cut, or in which the rewards of every prompt are equal
+#: a warning is given after this number of steps without a call or a reply, of steps in which every completion is cut,
+#: or of steps in which the rewards of every prompt are equal
 SILENT_STEPS = 5
 #: a warning is given if calls in the process of rank 0 take a larger share of a step's time
 MOST_OF_STEP = 0.5
 
 
 class RolloutWarnings:
-    """The warnings since the run was started or resumed.
-
-    rollouts: the section rollout for each source of prompts. noise: the names of the dropout with which the student
-        is trained.
+    """The warnings since the run was started or resumed. rollouts: the section rollout for each source of prompts.
+    noise: the names of the dropout with which the student is trained.
     """
 
     def __init__(self, plan: PromptPlan, rollouts: Sequence[RolloutConfig], noise: Collection[str] = ()):
         self._plan, self._rollouts = plan, rollouts
         self._noise = f", or the cause is the student's dropout in training ({name_list(noise)})" if noise else ""
         self._first: list[tuple[float, float]] = []  # mean length, and share of cut completions
-        self._equal_steps = 0  # successive ones in which all rewards of every prompt are equal
-        self._cut_steps = self._cut_samples = 0  # those since the last completion that has ended
-        # steps with samples that may have several turns; these samples, those that are cut, and those with a reply
+        self._equal_steps = 0  # the number of successive steps in which all rewards of every prompt are equal
+        self._cut_steps = self._cut_samples = 0  # since the last completion that was not cut
+        # over samples that may have several turns: the numbers of steps, samples, cut samples, samples with a reply
         self._steps = self._count = self._cut = self._replied = 0
         self._warned: set[str] = set()
 
     def watch(self, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
-        """Warn about the samples of a step, if there is a reason. metrics: those of the step."""
+        """Warn about the samples of a step, if there is a reason. metrics: the metrics of the step."""
+        self._watch_length(metrics)
+        self._watch_ends(samples)
+        self._watch_replies(samples)
+        self._watch_rewards(metrics)
+        self._watch_ratios(metrics)
+
+    def watch_calls(self, times: Mapping[str, tuple[int, float]], seconds: float) -> None:
+        """Warn if a step spent most of its time in functions of the user that run one after the other. times: the
+        number and the seconds of the calls in this step, by the keys of their functions. seconds: the time of the
+        step.
+        """
+        spent = sum(duration for _, duration in times.values())
+        if not self._rollouts[0].workers and spent > MOST_OF_STEP * seconds:
+            count = sum(count for count, _ in times.values())
+            self._warn(
+                "calls",
+                f"{count:,} calls of {name_list(times)}, one after the other, took {spent:.3g} s of the "
+                f"{seconds:.3g} s of a step: rollout.workers makes many calls at once, with the same results",
+            )
+
+    def _watch_length(self, metrics: Mapping[str, float]) -> None:
         length, cut = metrics["rollout/completion_tokens"], metrics["rollout/truncated"]
         if len(self._first) < FIRST_STEPS:
             self._first.append((length, cut))
@@ -52,39 +71,30 @@ class RolloutWarnings:
                 f"{cut:.0%} of them are cut at rollout.max_new_tokens: the student does "
                 "not stop any more. rollout.truncated=mask keeps it from learning from cut completions",
             )
-        has_end = any(sample.completion.finish != "length" for sample in samples)
-        self._cut_steps = 0 if has_end else self._cut_steps + 1
-        self._cut_samples = 0 if has_end else self._cut_samples + len(samples)
+
+    def _watch_ends(self, samples: Sequence[Sample]) -> None:
+        if any(sample.completion.finish != "length" for sample in samples):
+            self._cut_steps = self._cut_samples = 0
+            return
+        self._cut_steps, self._cut_samples = self._cut_steps + 1, self._cut_samples + len(samples)
         if self._cut_steps == SILENT_STEPS:
             self._warn(
                 "ends",
                 f"all {self._cut_samples:,} completions of the last {SILENT_STEPS} steps are cut at "
                 "rollout.max_new_tokens: expected a larger one, or a student that ends its completions",
             )
-        self._watch_replies(samples)
-        self._equal_steps = self._equal_steps + 1 if metrics.get("rollout/equal_rewards") == 1 else 0
+
+    def _watch_rewards(self, metrics: Mapping[str, float]) -> None:
+        if metrics.get("rollout/equal_rewards") != 1:
+            self._equal_steps = 0
+            return
+        self._equal_steps += 1
         if self._equal_steps == SILENT_STEPS:
             self._warn(
                 "rewards",
                 f"in the last {SILENT_STEPS} steps, all completions of a prompt had the same reward, on average "
                 f"{metrics['rollout/reward']:.4g} in the last step, so policy_gradient has no signal: expected a "
                 "reward that differs between completions of a prompt",
-            )
-        self._watch_ratios(metrics)
-
-    def watch_calls(self, times: Mapping[str, tuple[int, float]], seconds: float) -> None:
-        """Warn if a step spent most of its time in functions of the user that run one after the other.
-
-        times: the number and the seconds of the calls in this step, by the keys of their functions. seconds: of the
-            step.
-        """
-        spent = sum(duration for _, duration in times.values())
-        if not self._rollouts[0].workers and spent > MOST_OF_STEP * seconds:
-            count = sum(count for count, _ in times.values())
-            self._warn(
-                "calls",
-                f"{count:,} calls of {name_list(times)}, one after the other, took {spent:.3g} s of the "
-                f"{seconds:.3g} s of a step: rollout.workers makes many calls at once, with the same results",
             )
 
     def _watch_replies(self, samples: Sequence[Sample]) -> None:
@@ -121,7 +131,7 @@ class RolloutWarnings:
             )
         elif ratio > known_metric("rollout/log_ratio").warn_above or math.isnan(ratio):
             self._warn(
-                "stale ratio",  # its own name, so that the more certain warning above can still follow
+                "stale ratio",  # another name, so that the more certain warning above can still follow
                 f"the engine's log-probabilities, by weights that are at most {metrics['rollout/staleness_max']:.0f} "
                 f"steps older, differ by {ratio:.3g} nats on average from those in training: train.learning_rate is "
                 "too high, or the engine computes another model, another temperature or in another precision"

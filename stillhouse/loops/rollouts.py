@@ -28,7 +28,7 @@ from stillhouse.rollout.rollout import ERRORS, Rollout
 from stillhouse.rollout.user_functions import CompletionCalls, warn
 from stillhouse.user_code.environment import environment_of
 
-#: tokens of a generation batch per token of a training micro-batch, because generation keeps far fewer activations
+#: the ratio of the tokens of a generation batch and a training micro-batch: generation keeps far fewer activations
 _BATCHES = 8
 #: the number of prompts with which a server's tokenizer is compared with the student's
 _PROBES = 16
@@ -36,7 +36,7 @@ _PROBES = 16
 
 @contextmanager
 def open_rollout(session: Session, folder: RunFolder, *, is_new: bool = True) -> Iterator[Rollout]:
-    """Yield the rollouts of a run. At the end, the requests that are under way end, and the processes of functions.
+    """Yield the rollouts of a run. At the end, open requests are cancelled, and the processes of functions are ended.
     is_new: whether the run has no checkpoint. Raises ConfigError for an engine that cannot be used.
     """
     plan, models, data, run = session.rollout, session.models, session.data, ""
@@ -90,12 +90,12 @@ def first_rollouts(session: Session, folder: RunFolder) -> tuple[list[Sample], S
 
 
 def in_job_engine(session: Session, sampling: Sampling, teacher: Decoder | None = None) -> InJobEngine:
-    """Return an engine with the weights of a teacher; None: with the student's own weights. Raises ConfigError for a
-    model that cannot generate.
+    """Return an engine with the weights of a teacher, or with the student's weights if `teacher` is None. Raises
+    ConfigError for a model that cannot generate.
     """
     models, data, schedule, copy = session.models, session.data, session.schedule, None
     evaluation, decoder = schedule.eval_config, teacher or models.student
-    # the student of some engines is no transformers model, also in one process
+    # with some engines, the student is not a transformers model, even in one process
     if teacher is None and (models.ranks.size > 1 or next(models.student.parameters()).is_meta):
         copy = StudentCopy(models.engine.student, models.student_source.build)
         decoder = copy.decoder
@@ -141,11 +141,9 @@ def make_generator(
 
 
 def open_servers(session: Session, run: str = "") -> RemoteEngine | None:
-    """Connect to the servers that generate completions; returns them on rank 0, and None on other ranks.
-
-    run: the identity of the run that publishes weights for the servers.
-
-    Raises ConfigError on all ranks if a server cannot be used.
+    """Connect to the servers that generate completions, and return them on rank 0; other ranks get None. run: the
+    identity of the run that publishes weights for the servers. Raises ConfigError on all ranks if a server cannot be
+    used.
     """
     models, data, plan = session.models, session.data, session.rollout
     assert plan is not None
@@ -192,7 +190,7 @@ def open_servers(session: Session, run: str = "") -> RemoteEngine | None:
 def samplings(
     models: Models, tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[RolloutConfig]
 ) -> list[Sampling]:
-    """Return how completions of the prompts of each source are sampled. rollouts: the section for each source."""
+    """Return the sampling settings for the prompts of each source. rollouts: the section rollout for each source."""
     is_here = rollouts[0].writer == "teacher" and not rollouts[0].urls
     eos = eos_ids(tokenizer, _writing_teacher(models) if is_here else models.student)
     return [sampling_of(rollout, eos) for rollout in rollouts]
@@ -204,10 +202,9 @@ def sampling_of(rollout: RolloutConfig, eos: tuple[int, ...]) -> Sampling:
 
 
 def counted_rows(models: Models, spec: ObjectiveSpec) -> int:
-    """Return the number of rows of the student's head that have a probability in training.
-
-    With a divergence, this is the smallest number of rows among the student's head and the heads of all teachers with
-    exact signals (`common_vocabulary`).
+    """Return the number of rows of the student's head that have a probability in training. With a divergence, this is
+    the smallest number of rows among the heads of the student and of all teachers with exact signals
+    (`common_vocabulary`).
     """
     rows = [models.student.vocabulary_rows]
     if any(part.divergence is not None for part in spec.parts):
@@ -217,7 +214,7 @@ def counted_rows(models: Models, spec: ObjectiveSpec) -> int:
 
 
 def _known_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the tokenizer's largest id + 1. Larger ids have no text, and are never sampled."""
+    """The tokenizer's largest id + 1. Larger ids have no text, and are never sampled."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -242,7 +239,7 @@ def require_end_of_turns(models: Models, data: Data, plan: RolloutPlan) -> None:
 def require_end_of_turn(
     models: Models, data: Data, rollout: RolloutConfig, prefix: Callable[[str], str] = lambda key: ""
 ) -> None:
-    """Raise ConfigError on all ranks if the student cannot end a turn. prefix: returns what precedes a key."""
+    """Raise ConfigError on all ranks if the student cannot end a turn. prefix: returns the text before a key."""
     if rollout.stop:
         return
     environment = environment_of(rollout, lambda key: f"{prefix(key)}rollout.{key}")

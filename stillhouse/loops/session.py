@@ -59,7 +59,7 @@ class Models:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The dtype of the student's matrix products; None: the dtype of its weights."""
+        """The dtype of the student's matrix products, or None for the dtype of its weights."""
         # an engine may compute without autocast, with parameters in this dtype
         return self.engine.autocast or self.engine.student.layout.autocast
 
@@ -70,7 +70,7 @@ class Models:
 
     @property
     def teacher(self) -> Decoder | None:
-        """The teacher, or its part on this process's first stage; None unless it is one model in this job."""
+        """The teacher, or its part on this process's first stage; None unless there is one teacher model here."""
         return self.source.decoders.get("teacher", self.engine.student.teacher)
 
     @property
@@ -85,12 +85,12 @@ class Models:
 
     @property
     def signal_temperatures(self) -> set[float]:
-        """The temperatures of the signals in stores; 1 for signals that give every temperature."""
+        """The temperatures of the signals in stores; 1 if signals give every temperature."""
         return {store.signal.temperature or 1.0 for store in self.stores.values()}
 
     @property
     def adapter_in_words(self) -> str | None:
-        """A description of the student's adapter; None if it has none."""
+        """A description of the student's adapter, or None if it has none."""
         if self.student.lora is None:
             return None
         base_note = "; the teacher is the same model without the adapter, so only one model is in memory"
@@ -100,7 +100,7 @@ class Models:
 
     @property
     def packing_in_words(self) -> dict[str, str]:
-        """How documents are packed, by the keys of the models' sections, for models that need a special way."""
+        """How documents are packed, by the models' sections, for models that need special packing."""
         decoders = {"student": self.student, **self.teachers}
         packings = {key: decoder.packing for key, decoder in decoders.items()}
         return {key: str(way) for key, way in packings.items() if way.name != PACKED or way.attention.in_words}
@@ -109,7 +109,7 @@ class Models:
         return self.engine.student.shard(micro_batches, training=training)
 
     def step(self, micro_batches: ShardedMicroBatches, engine: Engine | None = None) -> StepOutput:
-        """Request a step's signals, then run its forward and backward. engine: None for the run's own engine."""
+        """Request a step's signals, then run its forward and backward. engine: by default the run's engine."""
         engine = engine or self.engine
         signals = self.source_for(engine).request(micro_batches).result()
         return engine.forward_backward(micro_batches, signals, micro_batches.all_ranks.normalizer)
@@ -124,11 +124,12 @@ class Data:
     """The tokenizer and the packed documents.
 
     train: the training documents; in a run with rollouts, prompts without targets.
-    evaluation: the held-out documents; None if the configuration has none.
+    evaluation: the held-out documents, or None if the configuration has none.
     hashes: a hash of the documents, by split.
-    dataset: the documents with completions, in a run with rollouts that takes a share of each step from the dataset.
-    processor: the student's processor of media; None if it has none.
-    teacher_media: how teachers in this job read media, by their names, if they do not share this processor.
+    dataset: the documents with completions, if a run with rollouts takes a share of each step from the dataset.
+    processor: the student's processor of media, or None if the student has none.
+    teacher_media: by their names, the teachers in this job that do not share this processor, with the media that they
+        read.
     processors: hashes of the processors that decide pixels, by their models' sections; `hashes` include them.
     by_length: whether a micro-batch has documents of similar lengths, because a model runs one document per row.
     """
@@ -151,28 +152,30 @@ class Data:
 
     @property
     def media_processor(self) -> MediaProcessor | None:
-        """The student's processor of media; None if the data has none."""
+        """The student's processor of media, or None if the data has no media."""
         return None if self.train.media_inputs is None else self.train.media_inputs.processor
 
     @property
     def processor_files(self) -> Sequence[Path]:
-        """The files of the student's processor of media; empty if it has none."""
+        """The files of the student's processor of media; empty if there is no processor."""
         return [] if self.processor is None else self.processor.files
 
     def with_media_inputs(self, media_inputs: MediaInputs) -> "Data":
-        """The same data, whose micro-batches have these inputs of media."""
+        """A copy of the data whose micro-batches have these inputs of media."""
         evaluation = None if self.evaluation is None else self.evaluation.with_media_inputs(media_inputs)
         return replace(self, train=self.train.with_media_inputs(media_inputs), evaluation=evaluation)
 
     def sorted_by_length(self, max_tokens: int, held_out_tokens: int) -> "Data":
-        """The same data in sequences of documents of similar lengths, of these capacities (see `PackedSequences`)."""
+        """A copy of the data with sequences of documents of similar lengths and these capacities (see
+        `PackedSequences`).
+        """
         evaluation = None if self.evaluation is None else self.evaluation.sorted_by_length(held_out_tokens)
         return replace(self, train=self.train.sorted_by_length(max_tokens), evaluation=evaluation)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """spec: the parsed objective. in_words: the resolved objective as a sentence, the first line of a run."""
+    """spec: the parsed objective. in_words: a sentence that describes the objective; a run prints it first."""
 
     spec: ObjectiveSpec
     in_words: str
@@ -180,8 +183,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each step takes, and after which steps the run evaluates and saves. step_schedule: how the sequences, or
-    with rollouts the completions, are split into steps.
+    """The sequences or completions of each step, and the steps after which the run evaluates and saves.
+    step_schedule: how the sequences, or the completions in a run with rollouts, are divided into steps.
     """
 
     step_schedule: StepSchedule
@@ -215,7 +218,7 @@ class RolloutPlan:
     """The prompts of an on-policy run, and the settings of their completions.
 
     prompts: chooses the prompts of a step.
-    config, configs: the section rollout, and this section for the prompts of each source of data.train.
+    config, configs: the section rollout, and its values for the prompts of each source of data.train.
     sources: the sources of data.train; empty for a single source.
     """
 
@@ -229,7 +232,7 @@ class RolloutPlan:
 class Session:
     """The records of one run.
 
-    rollout: None in a run on a fixed dataset.
+    rollout: the prompts of an on-policy run, or None in a run on a fixed dataset.
     identity: the hashes that must be the same when the run is resumed.
     values: the configuration by dotted keys, which the trackers show.
     """
@@ -244,5 +247,5 @@ class Session:
     warnings: Sequence[str] = ()
 
     def close(self) -> None:
-        """Give up pending requests for signals."""
+        """Cancel open requests for signals."""
         self.models.source.close()

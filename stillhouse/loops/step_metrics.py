@@ -59,7 +59,7 @@ def evaluation_metrics(
     averages = means(sums_by_depth[0], objective, temperatures)
     metrics: dict[str, float] = {}
     for suffix in ("", *(f"/{teacher}" for teacher in objective.teachers)):
-        if f"continuation{suffix}" in averages:  # the forward KL of spans at the rows of their later tokens
+        if f"continuation{suffix}" in averages:  # the forward KL of spans, at the rows of later tokens of a span
             averages[f"forward_kl{suffix}"] += averages[f"continuation{suffix}"]
         names = (name + suffix for name in _EVALUATED)
         metrics |= {f"eval/{name}": averages[name] for name in names if name in averages}
@@ -75,17 +75,18 @@ def evaluation_metrics(
 
 
 def means(sums: Mapping[str, float], objective: ObjectiveSpec, temperatures: Collection[float]) -> dict[str, float]:
-    """Return the means per target token, under the objective's names of the metrics.
+    """Return the means per target token, under the objective's names of the metrics. temperatures: the temperatures
+    of the teachers; if they differ, entropies have no common mean.
 
     With several teachers, `<name>/<teacher>` is the metric of one teacher, per token that this teacher scores.
-    `<name>` is the mean over the teachers that report it: with the teachers' weights or, if each token is routed to
-    one teacher, over tokens. temperatures: those of the teachers; if they differ, entropies have no common mean.
+    `<name>` is the mean over the teachers that report it. This mean has the teachers' weights or, if each token is
+    routed to one teacher, is a mean over tokens.
     """
     mixes_temperatures = len(temperatures) > 1
     averages, teacher_means, weights = dict[str, float](), dict[str, float](), dict[str, float]()
     for name, value in sums.items():
         kind, _, teacher = name.partition("/")
-        # terms of the loss are divided by the number of targets, descriptions of the tokens by the sum of the weights
+        # terms of the loss are divided by the number of targets, metrics of the tokens by the sum of the weights
         count = WEIGHTS if kind.partition("#")[0] in _DESCRIPTIONS and WEIGHTS in sums else "tokens"
         tokens = sums[count] or 1.0
         if kind in ("loss", "tokens", WEIGHTS, CHUNK_TOKENS) or (name == "student_entropy" and mixes_temperatures):
@@ -105,7 +106,7 @@ def means(sums: Mapping[str, float], objective: ObjectiveSpec, temperatures: Col
 
 
 def split_by_depth(sums: Mapping[str, float]) -> dict[int, dict[str, float]]:
-    """Return the sums of each depth of multi-token prediction, without the prefixes of the depths."""
+    """Return the sums by the depth of multi-token prediction, under keys without the prefixes of the depths."""
     sums_by_depth: dict[int, dict[str, float]] = {0: {}}
     for name, value in sums.items():
         first, _, rest = name.partition("/")
@@ -117,6 +118,6 @@ def split_by_depth(sums: Mapping[str, float]) -> dict[int, dict[str, float]]:
 
 
 def _depth_key(key: str, depth: int) -> str:
-    """Return the metric key of a depth: loss/jsd_nats_per_token is loss/mtp_1/jsd_nats_per_token at depth 1."""
+    """The metric key of a depth, such as loss/mtp_1/jsd_nats_per_token for loss/jsd_nats_per_token at depth 1."""
     namespace, _, rest = key.partition("/")
     return f"{namespace}/{PREFIX}{depth}/{rest}" if depth else key

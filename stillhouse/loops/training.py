@@ -32,16 +32,16 @@ from stillhouse.signals import SignalsLostError
 from stillhouse.user_code.function_state import FunctionStates
 from stillhouse.user_code.functions import UserFunctionError
 
-#: suffix of the keys of the teacher's own cross-entropy, on all held-out data and on each of several sets
+#: the suffix of the keys of the teacher's own cross-entropy, on all held-out data and on each set
 _TEACHER = "/teacher_cross_entropy"
 
-#: printed after a first step that changed nothing
+#: a warning after a first step that changed no weight
 _NO_GRADIENT = (
     "warning: the gradient of step 1 is 0: a divergence is 0 between a model and itself (also with an adapter on it "
     "that has not been trained), and a policy gradient is 0 where all completions of a prompt have the same reward"
 )
 
-#: what an error adds about a state of the user's functions that cannot be saved
+#: a part of the error for a state of the user's functions that cannot be saved
 _NOT_SAVED = (
     "no checkpoint can be written without it, and the steps since the last one are lost; correct the cause, and the "
     "same command continues from the last checkpoint, or from the start if there is none yet"
@@ -53,7 +53,7 @@ class Training:
 
     queue: the queue of an on-policy run; a checkpoint stores its samples.
     functions: the user's functions, on rank 0; a checkpoint stores their states.
-    greedy: the evaluations that need completions; None if the run has none.
+    greedy: the evaluations that need completions, or None if the run has none.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Training:
         self._teacher_metrics: dict[str, float] | None = None
         self._started = time.monotonic()
         self._norm = self._rate = 0.0
-        self._has_warned = False  # that a step has no targets
-        #: the samples that the next checkpoint has, with the states in `progress` that fit them
+        self._has_warned = False  # whether it has warned that a step has no targets
+        #: the samples for the next checkpoint; they belong to the states in `progress`
         self._queue_state: QueueState | None = None
         self._have_states = session.models.ranks.from_first(functions is not None and bool(functions.with_state))
         if self._have_states:
@@ -85,8 +85,8 @@ class Training:
         self._started = time.monotonic()
 
     def update(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> None:
-        """Make the optimizer step. Without targets there is none: weight decay and momentum would change weights.
-        Raises ValueError, with unchanged weights, if loss or gradient is not finite.
+        """Make the optimizer step. A step without targets is skipped, because weight decay and momentum would change
+        the weights. Raises ValueError, and leaves the weights unchanged, if the loss or the gradient is not finite.
         """
         session = self.session
         self._rate = learning_rate(session.schedule.train_config, self.last_step, step)
@@ -114,8 +114,8 @@ class Training:
         more_metrics: Mapping[str, float] | None = None,
         seconds: float | None = None,
     ) -> None:
-        """Log the step; evaluate and save if they are due. Raises Preempted if a rank has received a signal. seconds:
-        those of the step; None: the time since `begin`.
+        """Log the step, and evaluate and save if they are due. Raises Preempted if a rank has received a signal.
+        seconds: the time of the step; if it is None, the time since `begin`.
         """
         seconds = time.monotonic() - self._started if seconds is None else seconds
         session, progress = self.session, self.progress
@@ -130,7 +130,7 @@ class Training:
         self.log.train(progress.step, progress.tokens, metrics | dict(more_metrics or {}))
         if progress.step == 1 and self._norm == 0.0 and micro_batches.all_ranks.targets:
             self.log.print_line(_NO_GRADIENT)
-        progress.metrics = {}  # a checkpoint contains only the evaluation of its own step
+        progress.metrics = {}  # a checkpoint must not contain the evaluation of an earlier step
         if self._have_states:
             self._record()
         if session.schedule.evaluates_after(progress.step):
@@ -153,17 +153,18 @@ class Training:
         if held_out is not None:
             budget, with_teacher = session.schedule.held_out_tokens, self._teacher_metrics is None
             metrics = held_out_metrics(session.models, held_out, session.loss.spec, budget, with_teacher=with_teacher)
-        if self._teacher_metrics is None:  # they do not change during a run
+        if self._teacher_metrics is None:  # the teachers' metrics do not change during a run
             self._teacher_metrics = {key: value for key, value in metrics.items() if key.endswith(_TEACHER)}
         metrics |= self._teacher_metrics
         if self.greedy is not None:
             metrics |= self.greedy.evaluate(self.progress.step, metrics)
-        self.progress.metrics = metrics  # only now: a resumed run repeats an evaluation that was interrupted
+        self.progress.metrics = metrics  # at the end, so that a resumed run repeats an interrupted evaluation
         self.log.evaluation(self.progress.step, self.progress.tokens, metrics)
 
     def save(self, *, after_error: bool = False) -> Path:
-        """Write a checkpoint, then remove the older ones that need not be kept; returns its path. after_error: the
-        calls of a step that has failed are made again. So they must not be in the functions' states.
+        """Write a checkpoint, then remove older checkpoints that need not be kept; returns its path.
+        after_error: whether a step has failed. Its calls are made again after a resume, so the saved states of
+            functions must not include them.
         """
         progress, session, folder = self.progress, self.session, self.folder
         watchdog.enter(f"the checkpoint of step {progress.step}", timed=False)
@@ -185,7 +186,7 @@ class Training:
         return saved
 
     def _record(self) -> None:
-        """Record samples and functions' states. Raises ValueError on all ranks for one that cannot be saved."""
+        """Record samples and functions' states. Raises ValueError on all ranks if a state cannot be saved."""
         self._queue_state = None if self.queue is None else self.queue.state()
         with self.session.models.ranks.all_raise(ValueError):
             if self.functions is None:
@@ -197,7 +198,7 @@ class Training:
 
 
 def no_targets_in_words(rollout: RolloutPlan | None) -> str:
-    """What is said of a step without targets."""
+    """The problem of a step without targets, for a message."""
     cause = " (its completions are cut at rollout.max_new_tokens, and rollout.truncated=mask leaves such ones out)"
     return f"has no token to train on{'' if rollout is None else cause}"
 
@@ -206,20 +207,27 @@ def no_targets_in_words(rollout: RolloutPlan | None) -> str:
 def training(
     session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None, queue: RolloutQueue | None = None
 ) -> Iterator[Training]:
-    """Yield a run that is ready for its remaining steps; the checkpoint, if there is one, has been loaded.
-
-    If teachers' signals or completions are not available, or if a function of the user fails, the finished steps are
-    saved, and SignalsLostError or UserFunctionError is raised. At the end, the student has the final weights.
+    """Yield a run that is ready for its remaining steps. If there is a checkpoint, it has been loaded. At the end,
+    the student has the final weights. If teachers' signals or completions are not available, or if a function of the
+    user fails, the finished steps are saved, and SignalsLostError or UserFunctionError is raised.
     """
     models, schedule, rollout, functions = session.models, session.schedule, session.rollout, None
     with models.ranks.all_raise(ConfigError):
         if is_first():
             sections = ((), None) if rollout is None else (rollout.configs, rollout.config)
             functions = FunctionStates(loaded_functions(schedule.eval_config, *sections))
-    arguments = folder, checkpoint, queue, functions
-    progress = _progress(models, session.identity, schedule.steps, *arguments, on_policy=rollout is not None)
+    progress = _progress(
+        models,
+        session.identity,
+        schedule.steps,
+        folder=folder,
+        checkpoint=checkpoint,
+        queue=queue,
+        functions=functions,
+        on_policy=rollout is not None,
+    )
     if progress.step < schedule.steps:
-        require_room(folder.checkpoints, models.engine)  # otherwise all steps could be trained and lost
+        require_room(folder.checkpoints, models.engine)  # without room, all steps could be trained and then lost
     with ExitStack() as stack:
         log = stack.enter_context(open_log(folder, progress, schedule.steps, session.values, models.ranks))
         # the first evaluation, or an evaluation that was interrupted
@@ -246,14 +254,13 @@ def _progress(
     models: Models,
     identity: RunIdentity,
     steps: int,
+    *,
     folder: RunFolder,
     checkpoint: IntactCheckpoint | None,
     queue: RolloutQueue | None,
     functions: FunctionStates | None,
-    *,
     on_policy: bool,
 ) -> Progress:
-    """Load the checkpoint, if there is one, and return the run's progress at its start."""
     progress = Progress()
     if checkpoint is not None:
         progress = load_checkpoint(checkpoint, models.engine)
@@ -275,7 +282,7 @@ def _progress(
             raise ValueError(
                 f"{checkpoint.path} is at step {progress.step}, and this run ends at {steps}: nothing to train"
             )
-        if not folder.owns(checkpoint.path):  # a checkpoint of another run, which has a log of its own
+        if not folder.owns(checkpoint.path):  # a checkpoint of another run: its log is not continued
             no_history: dict[str, Any] = {"log_bytes": 0, "data": {}, "functions": {}, "sources": {}}
             progress = replace(progress, started_from=str(checkpoint.path.resolve()), **no_history)
     prompts = {name: digest for name, digest in progress.data.items() if name.startswith(PROMPTS)}
@@ -285,8 +292,8 @@ def _progress(
 
 @contextmanager
 def _saving_finished_steps(run: Training) -> Iterator[None]:
-    """At an error of what a run does not do by itself, save the finished steps and raise the error again. All
-    processes must raise it. A step begins anew after a resume: the failing call is then made again.
+    """If servers or a function of the user fail, save the finished steps and raise the error again. All processes
+    must raise the error. After a resume, the failed step begins anew and repeats the failed call.
     """
     try:
         yield
@@ -308,6 +315,5 @@ def _saving_finished_steps(run: Training) -> Iterator[None]:
 
 
 def _first_line_with(error: BaseException, words: str) -> str:
-    """The message of an error, with more words in its first line, which frames of a traceback may follow."""
     first, *frames = str(error).split("\n")
     return "\n".join([f"{first}; {words}", *frames])

@@ -33,15 +33,15 @@ from stillhouse.rollout.rollout import ERRORS, errors_of_signals
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch
 
-#: the largest rounding difference, in nats, if server and trainer compute in float32, in the same way
+#: the largest rounding difference, in nats, if server and trainer compute in the same way in float32
 _EXACT = 1e-3
-#: the probes are the shortest ones among this number of prompts
+#: the probes are the shortest among the first prompts; this is the number of these first prompts
 _CHOICE = 256
 
 
 class WeightsOnServers:
-    """The weights of a run's student on servers. Its methods are collectives of all processes. engine: on rank 0.
-    run: the run's identity in published weights.
+    """The weights of a run's student on servers. Its methods are collectives of all processes. engine: the servers,
+    on rank 0. run: the run's identity in published weights.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class WeightsOnServers:
         self._models, self._data, self._config, self._engine = models, data, config, engine
         self._packer, self._run = packer, run
         weights = self._config.weights
-        # runs that share rollout.weights have subfolders
+        # each run has a subfolder, because several runs may share rollout.weights
         self.folder = Path(weights) / run if weights else folder.path / "weights"
         self._published = self.folder
         self._base: AdapterBase | None = None
@@ -82,15 +82,14 @@ class WeightsOnServers:
             )
 
     def update(self, version: int) -> None:
-        """Let the servers load the published weights, and prove that they use them.
-
-        Raises SignalsLostError on all ranks if a server generates with other weights than the student's, or if no
-        server answers before a signal.
+        """Let the servers load the published weights, and prove that they use them. Raises SignalsLostError on all
+        ranks if a server generates with other weights than the student's, or if a signal comes while no server has
+        answered.
         """
         models, prompts = self._models, self._data.train.documents
         with errors_of_signals(), models.ranks.shared(*ERRORS) as shared:
             if self._engine is not None:
-                # it may take minutes; a signal ends the wait, but not the thread
+                # an update may take minutes; a signal ends the wait, but not the thread
                 threads, require_no_signal = ThreadPoolExecutor(1), ServerWatch()
                 try:
                     update = threads.submit(self._engine.update_weights, version, self._published)
@@ -109,7 +108,7 @@ class WeightsOnServers:
         pairs = zip(numbers * len(urls), completions, strict=True)
         probes = [Sample(at, number, completion) for at, (number, completion) in enumerate(pairs)]
         micro_batches = self._packer.sharded(models.engine.student, step_documents(prompts, probes, TargetRules()))
-        with watchdog.nested(f"the proof that servers generate with version {version}"):  # ranks compute
+        with watchdog.nested(f"the proof that servers generate with version {version}"):
             rounding = self._require_in_use(version, urls, micro_batches, len(numbers))
         if self._engine is not None:
             self._engine.weights.set_proved(urls[0], rounding)
@@ -117,12 +116,11 @@ class WeightsOnServers:
     def _require_in_use(
         self, version: int, urls: Sequence[str], micro_batches: ShardedMicroBatches, probes: int
     ) -> float:
-        """Raise SignalsLostError if a server's log-probabilities come from other weights. A collective.
-
-        Returns the largest difference in nats that rounding can cause. probes: their number for each server.
+        """Raise SignalsLostError if a server's log-probabilities come from other weights. A collective. Returns the
+        largest difference in nats that rounding can cause. probes: the number of probes of each server.
         """
         models, gaps_by_server = self._models, dict[int, list[float]]()
-        # only servers of our own are known to round like the trainer
+        # only Stillhouse's own servers are known to round like the trainer
         is_exact = (
             server_kinds()[self._config.engine].rounds_as_here
             and models.autocast is None
@@ -164,7 +162,7 @@ class ServerWatch(SignalWatch):
 
 
 def probe_prompts(prompts: Documents) -> list[int]:
-    """Return the numbers of the prompts that servers complete as probes; with media, if a prompt has some."""
+    """Return the numbers of the prompts for the probes: only prompts with media, if there are some."""
     numbers = np.arange(len(prompts))
     if prompts.has_media:
         assert prompts.media is not None

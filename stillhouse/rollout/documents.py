@@ -1,6 +1,5 @@
-"""Makes documents of a step's samples, followed by completions of the dataset, and packs them into micro-batches.
-
-A sample keeps the columns and the teachers' prefixes of its prompt. N tokens of all documents of the step.
+"""Makes documents of a step's samples and of completions of the dataset, and packs them into micro-batches. A sample
+keeps the columns and the teachers' prefixes of its prompt. N tokens of all documents of the step.
 """
 
 import math
@@ -36,7 +35,7 @@ class TargetRules:
 
     @classmethod
     def of(cls, rollouts: Sequence[RolloutConfig]) -> Self:
-        """rollouts: the section rollout for each source of prompts."""
+        """The rules of a run. rollouts: the section rollout for each source of prompts."""
         rollout, temperatures = rollouts[0], sampling_temperatures(rollouts)
         numbers = [temperatures.index(source.temperature) for source in rollouts]
         return cls(
@@ -60,7 +59,7 @@ def step_documents(
     from_dataset: Sequence[int] = (),
 ) -> Documents:
     """The documents of a step, at least one. from_dataset: the numbers of the step's documents in `dataset`. All
-    targets of the dataset's documents are kept, with weights by their positions among the document's targets.
+    targets of these documents are kept, with weights by their positions among the document's targets.
     """
     parts = [_sample_documents(prompts, samples, rules)] if samples else []
     if len(from_dataset):
@@ -68,7 +67,7 @@ def step_documents(
         documents, weights = dataset.select(from_dataset), list[np.ndarray]()
         for number in range(len(documents)):
             targets = documents.targets(number)
-            place_N = np.cumsum(targets) - 1  # the position among the document's targets
+            place_N = np.cumsum(targets) - 1
             weights.append(_position_weights(int(targets.sum()) or 1, rules)[np.maximum(place_N, 0)])
         zeros_N = np.zeros(len(documents.tokens_N), dtype=np.float32)
         per_token = {ADVANTAGES: zeros_N, OLD_LOG_PROBS: zeros_N, IS_SAMPLED: zeros_N, POLICY_VERSION: zeros_N - 1}
@@ -96,7 +95,7 @@ def _sample_documents(prompts: Documents, samples: Sequence[Sample], rules: Targ
         ADVANTAGES: column_N(0, lambda sample: np.full(len(sample.completion.ids_N), sample.advantage)),
         OLD_LOG_PROBS: column_N(0, lambda sample: sample.completion.log_probs_N),
         IS_SAMPLED: np.full(sum(lengths), float(rules.by_student), np.float32),
-        # tokens of an environment have the version −1, too
+        # tokens of an environment also have the version −1
         POLICY_VERSION: column_N(-1, lambda sample: sample.completion.versions_N),
     }
     if rules.temperature_numbers:
@@ -116,8 +115,8 @@ def _sample_documents(prompts: Documents, samples: Sequence[Sample], rules: Targ
 
 
 def _position_weights(count: int, rules: TargetRules) -> np.ndarray:
-    """The weights of the targets of a completion, [count] float32. No weight is 0, so that the loss's normaliser,
-    which counts non-zero weights, does not depend on the decay.
+    """The weights of the targets of a completion, [count] float32. No weight is 0: the loss's normaliser counts
+    non-zero weights, so it does not depend on the decay.
     """
     weights_N = np.power(rules.position_decay, np.arange(count, dtype=np.float64))
     return np.maximum(weights_N, np.finfo(np.float32).tiny).astype(np.float32)
@@ -126,9 +125,8 @@ def _position_weights(count: int, rules: TargetRules) -> np.ndarray:
 @dataclass(frozen=True)
 class StepPacker:
     """Packs documents that begin with prompts. A packed sequence has at most `prompts.max_tokens` tokens.
-
-    micro_batch_tokens: the maximum number of tokens of a micro-batch.
-    by_length: whether a micro-batch is one sequence of documents of similar lengths (see `PackedSequences`).
+    micro_batch_tokens: the maximum number of tokens of a micro-batch. by_length: whether a micro-batch is one
+    sequence of documents of similar lengths (see `PackedSequences`).
     """
 
     prompts: PackedSequences
@@ -144,10 +142,9 @@ class StepPacker:
         return student.shard(packed, training=training)
 
     def micro_batches(self, documents: Documents, parts: int = 1) -> PackedMicroBatches:
-        """The micro-batches of some documents.
-
-        parts: the minimum number of micro-batches, if there are as many documents. Completions are often far shorter
-            than `data.max_tokens`, so that some processes would otherwise have no micro-batch.
+        """The micro-batches of some documents. parts: the minimum number of micro-batches, if there are as many
+        documents. Without it, some processes could get none, because completions are often far shorter than
+        `data.max_tokens`.
         """
         gaps = self.prompts.gaps
         widths_D = documents.widths(gaps, np.arange(len(documents)))

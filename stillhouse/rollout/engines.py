@@ -1,8 +1,8 @@
-"""Engines that generate completions: their interfaces, and the engine that generates in the job's own processes."""
+"""Engines that generate completions: their interfaces, and the engine that generates in the processes of this job."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
@@ -17,20 +17,20 @@ from stillhouse.parallel import ONE_PROCESS, DistributedStudent
 from stillhouse.parallel.ranks import EarlyMessages
 from stillhouse.parallel.sharded_loading import allocate
 from stillhouse.rollout.generate import Generator
-from stillhouse.rollout.records import Completion, CompletionInbox, GenerationRequest, Receiver
+from stillhouse.rollout.records import Completion, CompletionCallback, CompletionInbox, GenerationRequest
 from stillhouse.rollout.samples import Samples
 
-#: the number of completions with which the weights of a server are proved
+#: the number of completions that prove the weights of a server
 PROBES = 4
-#: the largest difference of log-probabilities that rounding in bfloat16 causes
+#: the largest difference of log-probabilities that can come from rounding in bfloat16
 ROUNDED = 0.1
 
 
 class RemoteWeights(Protocol):
     """The weights of the servers of a `RemoteEngine`.
 
-    top_tokens: after each of some fixed prompts, the top token and its log-probability.
-    probed: by server, the completions of the probes with the version that was loaded last.
+    top_tokens: the top token and its log-probability after each of some fixed prompts.
+    probed: for each server, the completions of the probes with the version that was loaded last.
     """
 
     @property
@@ -42,39 +42,38 @@ class RemoteWeights(Protocol):
 
 
 class RemoteEngine(Protocol):
-    """Servers that generate completions with published weights, or with their own; only the first rank has them."""
+    """Servers that generate completions, with published weights or with their own. Only the first rank has it."""
 
     @property
     def weights(self) -> RemoteWeights: ...
     def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-        """Raise ValueError if a server does not report its tokenizer, or if its tokens of this text differ."""
+        """Raise ValueError if a server does not report its tokenizer, or if its tokens of this text are different."""
 
     def generate(
         self, requests: Sequence[GenerationRequest], inbox: CompletionInbox | None = None
     ) -> list[Future[Completion]]:
-        """Request completions, and return at once. inbox: gets the completions and the errors of the futures. A
-        future raises ServerError if no server answers in time, and ValueError if an answer is invalid.
+        """Request completions, and return their futures at once. inbox: gets the completions and the errors of the
+        futures. A future raises ServerError if no server answers in time, and ValueError if an answer is invalid.
         """
         ...
 
     def update_weights(self, version: int, folder: Path) -> None:
         """Use the weights that have been published in `folder` as this version. No forward pass mixes two versions.
-        Requests under way continue with the new weights, as their tokens record.
+        Open requests continue with the new weights, and their tokens record the version.
         """
         ...
 
     def close(self) -> None:
-        """Cancel the requests that are under way."""
+        """Cancel open requests."""
         ...
 
 
 def same_weights(
     before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]], most: float = ROUNDED
 ) -> bool:
-    """Whether the top tokens after the same prompts can come from the same weights, except for rounding.
-
-    More than half of the ids must be equal (not all, because two tokens may be almost equally likely), and the
-    log-probabilities of equal ids must differ by less than `most` nats.
+    """Whether the top tokens after the same prompts can come from the same weights, except for rounding. More than
+    half of the ids must be equal; not all, because two tokens may be almost equally likely. The log-probabilities of
+    equal ids must differ by less than `most` nats.
     """
     gaps = [abs(one[1] - other[1]) for one, other in zip(before, now, strict=False) if one[0] == other[0]]
     return len(before) == len(now) and 2 * len(gaps) > len(now) and all(gap < most for gap in gaps)
@@ -84,16 +83,17 @@ class JobEngine(Protocol):
     """Generates completions for all ranks together."""
 
     def complete(self, samples: Samples | None, *kinds: type[BaseException]) -> None:
-        """Generate all completions that samples of the first rank need; all ranks must call this. kinds: errors of
-        `Samples.next_requests` that all ranks raise.
+        """Generate all completions that samples of the first rank need; all ranks must call this. kinds: the errors
+        of `Samples.next_requests` that all ranks raise.
         """
 
 
 class InJobEngine:
-    """Generates in this job: each rank some of the batches, and every rank gets all completions.
+    """Generates in this job. Each rank generates some of the batches, and every rank gets all completions.
 
     Except for rounding, the completions do not depend on the number of ranks.
-    copy: the full copy of a sharded student; its decoder must be the generator's. None: the student is not sharded.
+    copy: the full copy of a sharded student; its decoder must be the generator's. It is None if the student is not
+        sharded.
     """
 
     def __init__(self, generator: Generator, copy: "StudentCopy | None" = None, version: int = 0):
@@ -103,7 +103,7 @@ class InJobEngine:
         self._is_alone = self._ranks.size == 1
 
     def complete(self, samples: Samples | None, *kinds: type[BaseException]) -> None:
-        """See `JobEngine.complete`. All ranks also raise the ValueError of `generate`."""
+        """See `JobEngine.complete`. All ranks also raise the ValueError of `InJobEngine.generate`."""
         if self._is_alone:
             assert samples is not None
             while requests := samples.next_requests():
@@ -123,23 +123,28 @@ class InJobEngine:
     def generate(
         self, requests: Sequence[GenerationRequest], inbox: CompletionInbox | None = None, box: str | None = None
     ) -> list[Completion]:
-        """Generate completions. All ranks must call this with the same requests, and raise the errors of one of them.
+        """Generate completions. All ranks must call this with the same requests. If one rank fails, all ranks raise
+        its error.
 
-        inbox: of the first rank; gets all completions, each as soon as it has ended if the inbox `is_early`.
-        box: of the other ranks' messages about completions that have ended; see `EarlyMessages`.
+        inbox: the first rank's inbox, which gets all completions. If it `is_early`, it gets each completion as soon
+            as it ends.
+        box: the name under which the other ranks send completions as soon as they end; see `EarlyMessages`.
         """
-        early: Receiver | None = inbox.put if inbox is not None and inbox.is_early else None
+        early: CompletionCallback | None = inbox.put if inbox is not None and inbox.is_early else None
         if self._is_alone:
             completions = self.generator.generate(requests, self.version, early)
         else:
             self.generator.check(requests)
             batches = self._ranks.share(self.generator.batches(requests, least=self._ranks.size))
-            receiver = early if box is None or early is not None else partial(self._send, box)
-            others = len(requests) - sum(map(len, batches))
-            receives = None if box is None or early is None else self._messages.received(box, others, early)
-            with receives or nullcontext(), self._ranks.all_raise(ValueError) as pairs:
+            receives: AbstractContextManager[object] = nullcontext()
+            if box is not None and early is not None:  # the first rank
+                others = len(requests) - sum(map(len, batches))
+                receives = self._messages.received(box, others, early)
+            elif box is not None:
+                early = partial(self._send, box)
+            with receives, self._ranks.all_raise(ValueError) as pairs:
                 for batch in batches:
-                    completions = self.generator.batch([requests[at] for at in batch], self.version, early=receiver)
+                    completions = self.generator.batch([requests[at] for at in batch], self.version, early=early)
                     pairs += [[at, completion.as_json()] for at, completion in zip(batch, completions, strict=True)]
             by_number = dict(pairs)
             completions = [Completion.from_json(by_number[at]) for at in range(len(requests))]
@@ -155,7 +160,6 @@ class InJobEngine:
         self.version = version
 
     def _send(self, box: str, content: tuple[int, Completion]) -> None:
-        """Send a completion to the first rank while the other ranks still generate."""
         self._messages.send(box, [content[0], content[1].as_json()])
 
     @cached_property
@@ -164,9 +168,8 @@ class InJobEngine:
 
 
 class StudentCopy:
-    """A full copy of a sharded student on each rank, because transformers' `generate` needs a full model.
-
-    All ranks must create it together. It has the student's dtype and device.
+    """A full copy of a sharded student on each rank, because transformers' `generate` needs a full model. All ranks
+    must create it together. It has the student's dtype and device.
     build: returns the full student as `ModelSource.build` does, with arbitrary weights or on the meta device.
     Raises ValueError if no rank has a tensor of the copy, and ProofError if the copy's results are wrong.
     """
@@ -197,8 +200,8 @@ class StudentCopy:
 
     @torch.no_grad()
     def refresh(self, *, with_frozen: bool = False) -> None:
-        """Copy the student's trained weights, one tensor at a time; all ranks must call this. with_frozen: copy the
-        frozen ones, too.
+        """Copy the trained weights, one tensor at a time; all ranks must call this. with_frozen: also copy frozen
+        weights.
         """
         held = self._student.stage_weights()
         here = self.mesh.weights.get_local_rank("pipeline")

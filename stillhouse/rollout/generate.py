@@ -1,7 +1,7 @@
-"""Completions in this process, with transformers' own `generate` and the weights that are trained.
+"""Completions in this process, with transformers' own `generate` and the student's present weights.
 
-The model's `generation_config` has no effect here; the caller reads the end-of-sequence ids from it (`eos_ids`).
-B completions, S tokens of the longest prompt.
+The model's `generation_config` has no effect here; the caller reads the end-of-sequence ids from it (`eos_ids`). B
+completions, S tokens of the longest prompt.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from stillhouse.models.families import ModelFacts, placeholder_ids
 from stillhouse.models.model_checks import typename
 from stillhouse.models.vision_language import MEDIA_ARGUMENT
 from stillhouse.parallel import watchdog
-from stillhouse.rollout.records import Completion, GenerationRequest, Receiver, Sampling
+from stillhouse.rollout.records import Completion, CompletionCallback, GenerationRequest, Sampling
 from stillhouse.rollout.sampler import EndOfCompletion, TokenSampler
 
 # the largest allowed difference between log-probabilities with and without the cache, in nats. It is not 0, because
@@ -32,13 +32,13 @@ _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torc
 class Generator:
     """Generates completions with a decoder.
 
-    autocast: the dtype of matrix products. None: the dtype of the weights.
+    autocast: the dtype of matrix products, or None for the dtype of the weights.
     batch_tokens: the maximum tokens of a batch (prompts, padding, completions). A batch of one request may have more.
-    vocabulary: only ids below this number are sampled, because the tokenizer has no larger ids. None: `counted_rows`.
-    counted_rows: the number of rows of the head over which log-probabilities are normalised. None: all rows.
+    vocabulary: only ids below this number are sampled, because the tokenizer has no larger ids. The default is
+        `counted_rows`.
+    counted_rows: the number of rows of the head over which log-probabilities are normalised, or None for all rows.
     tokenizer: needed only for `sampling.stop`.
     processor: needed only for prompts with media.
-
     Raises ValueError if the model cannot generate, or if there are stop texts but no tokenizer.
     """
 
@@ -61,11 +61,11 @@ class Generator:
             raise ValueError("stop texts need the tokenizer: expected Generator(..., tokenizer=...)")
         self.decoder, self.sampling, self.device = decoder, sampling, device
         self._name = typename(decoder.pretrained)
-        # padding on the left would move these windows
+        # padding on the left would move the windows of such models
         self._equal_lengths = bool(ModelFacts(decoder.config).row_windows)
         self._autocast, self.batch_tokens, self._tokenizer = autocast, batch_tokens, tokenizer
         self._processor = processor
-        #: the ids of placeholders. A completion must not have them, because there is no feature for them
+        #: the ids of placeholders. A completion must not have them, because there would be no features for them
         self.never: list[int] = []
         if processor is not None:
             self.never = sorted({*processor.placeholder_ids, *placeholder_ids(decoder.pretrained)})
@@ -74,14 +74,15 @@ class Generator:
         self._vocabulary = self._counted if vocabulary is None else min(vocabulary, self._counted)
 
     def generate(
-        self, requests: Sequence[GenerationRequest], version: int, early: Receiver | None = None
+        self, requests: Sequence[GenerationRequest], version: int, early: CompletionCallback | None = None
     ) -> list[Completion]:
-        """Return one completion per request, in their order. Except for rounding, it depends on its request alone.
+        """Return one completion per request, in the order of the requests. Except for rounding, a completion depends
+        on its own request alone.
 
-        version: the version of the present weights; it is recorded for each token.
-        early: gets a completion as soon as it has ended, while the others of its batch are still generated.
-
-        Raises the ValueError of `check`, and NotFiniteError, a ValueError, if logits are not finite.
+        version: the version of the present weights, which is recorded for each token.
+        early: is called with each completion as soon as it ends, while other completions of its batch are still
+            generated.
+        Raises the ValueError of `check`, and NotFiniteError, which is a ValueError, if logits are not finite.
         """
         self.check(requests)
         completions_by_number: dict[int, Completion] = {}
@@ -91,8 +92,8 @@ class Generator:
         return [completions_by_number[at] for at in range(len(requests))]
 
     def batches(self, requests: Sequence[GenerationRequest], least: int = 1) -> list[list[int]]:
-        """Divide requests into batches, lists of positions in `requests`, of similar lengths and the same sampling.
-        least: the number of processes that share the batches. A batch has at most len(requests) / least requests.
+        """Divide requests into batches of similar lengths and the same sampling. A batch is a list of positions in
+        `requests`, with at most len(requests) / least entries. least: the number of processes that share the batches.
         """
         samplings = [self._sampling(request) for request in requests]
         kinds = list(dict.fromkeys(samplings))
@@ -101,7 +102,7 @@ class Generator:
         batches: list[list[int]] = []
         prompt = limit = 0
         for at in sorted(range(len(requests)), key=lambda at: (kinds.index(samplings[at]), sizes[at], at)):
-            # each row of a batch takes the tokens of its longest prompt and its largest max_new_tokens
+            # each row of a batch needs the tokens of the longest prompt and of the largest max_new_tokens in it
             prompt, limit = max(prompt, sizes[at][0]), max(limit, sizes[at][1])
             rows, last = (len(batches[-1]) + 1, batches[-1][0]) if batches else (0, at)
             fits = rows <= most_rows and rows * (prompt + limit) <= self.batch_tokens
@@ -121,10 +122,10 @@ class Generator:
         requests: Sequence[GenerationRequest],
         version: int,
         errors: AbstractContextManager[object] = nullcontext(),  # noqa: B008 it has no state
-        early: Receiver | None = None,
+        early: CompletionCallback | None = None,
     ) -> list[Completion]:
-        """Return the completions of one batch, after `check`. early: see `generate`. errors: a context manager around
-        the call of the model's own `generate`.
+        """Return the completions of one batch; the caller has called `check`. early: see `generate`. errors: a
+        context manager around the call of the model's own `generate`.
         """
 
         def on_end(rows: Sequence[int]) -> None:
@@ -165,9 +166,9 @@ class Generator:
         media: Mapping[str, Tensor],
     ) -> None:
         """Call the model's `generate`; `sampler` and `end` record the result. tokens: max_new_tokens.
-
         If a caller of `generate` omits a setting, transformers takes it from the model's `generation_config`, which
-        may contain penalties, suppressed tokens and limits. So the model has an empty one meanwhile.
+        may contain penalties, suppressed tokens and limits. So the model has an empty `generation_config` during the
+        call.
         """
         watchdog.progress()
         model, dtype = self.decoder.pretrained, self._autocast
@@ -222,7 +223,6 @@ class Generator:
     def _completions(
         self, sampler: TokenSampler, end: EndOfCompletion, version: int, rows: Sequence[int]
     ) -> list[Completion]:
-        """The completions of these rows, which have ended."""
         (ids_BN, log_probs_BN), (lengths, stopped) = sampler.result(), end.result()
         completions = []
         for row in rows:
@@ -240,10 +240,9 @@ class Generator:
 @torch.no_grad()
 def check_generation(decoder: Decoder, device: torch.device, processor: MediaProcessor | None = None) -> None:
     """Raise ValueError with the model type if the model's `generate` fails or disagrees with the forward pass.
-
-    The log-probabilities of completions of two short prompts of different lengths are compared with those of a
-    forward pass without a cache and without padding. processor: that of the model's media; prompts with media are
-    then completed, too.
+    The log-probabilities of completions of two short prompts of different lengths are compared with the
+    log-probabilities of a forward pass without a cache and without padding. processor: the processor of the model's
+    media; if it is given, prompts with media are also completed.
     """
     model = decoder.pretrained
     rows = model.get_input_embeddings().weight.shape[0]
@@ -283,10 +282,10 @@ def check_generation(decoder: Decoder, device: torch.device, processor: MediaPro
 
 @contextmanager
 def _rounded_once(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Run matrix products in `dtype`, and round each float32 matrix once within the block, not once per new token.
-
-    Autocast keeps only copies of weights that require a gradient. Until the end of the block, the copies need half
-    the memory of the float32 matrices.
+    """Run matrix products in `dtype`, and round each float32 matrix only once in the block instead of once per new
+    token.
+    Autocast keeps rounded copies only of weights that require a gradient, so frozen weights require one in the block.
+    Until the end of the block, the copies need half the memory of the float32 matrices.
     """
     frozen = [weight for weight in model.parameters() if weight.dtype == torch.float32 and not weight.requires_grad]
     try:
@@ -300,7 +299,7 @@ def _rounded_once(model: PreTrainedModel, device: torch.device, dtype: torch.dty
 
 
 class RoomyLayer(DynamicLayer):
-    """tokens: the number of preallocated tokens. More tokens are concatenated, as transformers' own layer does."""
+    """A layer of the cache with memory for `tokens` tokens. As in transformers, further tokens are concatenated."""
 
     keys: Any
     values: Any
@@ -335,7 +334,7 @@ class RoomyLayer(DynamicLayer):
 
 
 def roomy_cache(model: PreTrainedModel, tokens: int) -> DynamicCache | None:
-    """A cache for one call of `generate`; None if the model needs transformers' own cache."""
+    """A cache for one call of `generate`, or None if the model needs transformers' own cache."""
     if getattr(model, "_is_stateful", False) or model.config.is_encoder_decoder:
         return None
     cache = DynamicCache(config=model.config)

@@ -1,10 +1,10 @@
-"""The prompts of each step, which depend only on the seed and its number, and when their completions are requested.
+"""The prompts of each step, which depend only on the seed and the step's number, and the schedule of their requests.
 
 Each source of prompts has two streams: groups, which are prompts with several samples each, and documents of the
-dataset. Each epoch of a stream is a permutation of its documents. For each prompt of a step, a draw by weights
-decides which source gives it (`PromptDraw`), and the source's share whether it is its next group or its next
-documents of the dataset. So the streams of a source are those of a run with this source alone. Groups and samples are
-numbered from 0 over all sources.
+    dataset. Each epoch of a stream is a permutation of its documents. For each prompt of a step, a draw by weights
+    chooses the source (`PromptDraw`). The source's share then decides between its next group and its next documents
+    of the dataset. So a source has the same streams as in a run with this source alone. Groups and samples are
+    numbered from 0 over all sources.
 """
 
 import math
@@ -21,7 +21,7 @@ import numpy as np
 from stillhouse.config import RolloutConfig
 from stillhouse.data.packing import permutation
 
-#: the number of the first epoch's permutation (see `permutation`), of the prompts and of the dataset's documents
+#: the number of the first epoch's permutation (see `permutation`), for prompts and for the dataset's documents
 _PROMPTS, _DATASET = 1, 2**31
 
 
@@ -33,7 +33,7 @@ class PromptSource:
     samples_per_prompt: the number of samples of a group.
     dataset: the number of documents with completions.
     share: the share of generated completions. It is exact only over many steps, because a step takes whole groups.
-    weight: proportional to the share of the prompts that this source gives.
+    weight: a number in proportion to the share of the run's prompts that this source gives.
     """
 
     prompts: int
@@ -44,10 +44,8 @@ class PromptSource:
 
 
 class PromptGroup(NamedTuple):
-    """A prompt with its samples.
-
-    step: the step to which it belongs. source: the number of the source that gives the prompt.
-    number: among the groups of this source. prompt: the number of the document.
+    """A prompt with its samples. step: the step of the group. source: the number of the source that gives the prompt.
+    number: the number of the group among the groups of its source. prompt: the number of the document.
     """
 
     step: int
@@ -57,8 +55,8 @@ class PromptGroup(NamedTuple):
 
 
 class PromptPlan:
-    """Computes the prompts of each step, as far as they are needed. sources: their documents follow each other in
-    this order, those with prompts and those of the dataset.
+    """Computes the prompts of each step when they are needed. sources: the sources of prompts. Their documents with
+    prompts follow each other in this order, and so do their documents of the dataset.
     """
 
     def __init__(self, sources: Sequence[PromptSource], prompts_per_step: int, seed: int):
@@ -66,12 +64,13 @@ class PromptPlan:
         #: samples of a group have consecutive numbers; the next group begins at the next multiple of this number
         self.numbers_per_group = max(source.samples_per_prompt for source in sources)
         self._draw = PromptDraw([source.weight for source in sources])
-        #: for each source, the numbers of its first document with a prompt, and of its first one of the dataset
+        #: for each source, the numbers of its first document with a prompt and of its first document of the dataset
         self._first_prompts = list(accumulate((source.prompts for source in sources), initial=0))
         self._first_documents = list(accumulate((source.dataset for source in sources), initial=0))
         self._orders: dict[tuple[int, int], tuple[int, np.ndarray]] = {}  # the present epochs of the streams
         self._groups: list[PromptGroup] = []
-        self._stops = [0]  # for each planned step, the number of groups before it; then that of all planned groups
+        #: for each planned step, the number of groups before it; last, the number of all planned groups
+        self._stops = [0]
         self._from_dataset: list[list[int]] = []
 
     def groups(self, step: int) -> range:
@@ -108,14 +107,13 @@ class PromptPlan:
         return self.group(self.group_of(sample)).source
 
     def sample_seed(self, sample: int, turn: int) -> int:
-        """The seed for sampling one turn of a sample, below 2^63. Other sources do not change the first source's."""
+        """The seed for one turn of a sample, below 2^63. The first source's seeds do not depend on other sources."""
         group, place = divmod(sample, self.numbers_per_group)
         _, source, number, _ = self.group(group)
         source_number = number * self.sources[source].samples_per_prompt + place
         return _random_seed([self.seed, source_number, turn] + ([source] if source else []))
 
     def _plan(self, step: int) -> None:
-        """Plan all steps up to this one."""
         while (planned := len(self._from_dataset)) <= step:
             documents: list[int] = []
             for number in range(planned * self.prompts_per_step, (planned + 1) * self.prompts_per_step):
@@ -134,7 +132,9 @@ class PromptPlan:
             self._stops.append(len(self._groups))
 
     def _document(self, source: int, size: int, place: int, first_epoch: int) -> int:
-        """The document at a place of a source's stream of so many documents. first_epoch: its first permutation."""
+        """The document at a place of a source's stream. size: the number of the stream's documents. first_epoch: the
+        number of the permutation of its first epoch.
+        """
         epoch, in_epoch = divmod(place, size)
         before, order_D = self._orders.get((source, first_epoch), (-1, None))
         if order_D is None or epoch != before:
@@ -144,18 +144,17 @@ class PromptPlan:
 
 
 class PromptDraw:
-    """The draw of prompts from weighted sources: which source gives the prompt number n of a run.
+    """The draw of prompts from weighted sources: it decides which source gives prompt number n of a run.
 
     Of the first n prompts, for every n, a source with the share s gives more than s·n − 1 and fewer than s·n + 1
-    (Tijdeman 1980, "The chairman assignment problem"). Of the sources that may give the next prompt without exceeding
-    this bound, the one that would fall below it first gives it. The draw depends only on the weights, and computes
-    with exact fractions.
-
-    weights: above 0, in any unit. The draw is computed as far as it is needed.
+    (Tijdeman 1980, "The chairman assignment problem"). Some sources may give the next prompt without exceeding the
+    upper bound. Of these, the draw takes the source that would be the first to fall below the lower bound. The draw
+    depends only on the weights, and computes with exact fractions when a prompt is needed. weights: above 0, in any
+    unit.
     """
 
     def __init__(self, weights: Sequence[float]):
-        # the decimal number that the user has written, such as 7/10 for 0.7
+        # the exact decimal number that the user has written, such as 7/10 for 0.7
         fractions = [Fraction(repr(weight)) for weight in weights]
         unit = lcm(*(fraction.denominator for fraction in fractions))
         self._weights = [int(fraction * unit) for fraction in fractions]
@@ -165,16 +164,16 @@ class PromptDraw:
         self._drawn: list[tuple[int, int]] = []
 
     def source(self, number: int) -> tuple[int, int]:
-        """Return the source of a prompt of the run, and the number of this prompt among those of the source."""
+        """Return the source of a prompt of the run, and the number of this prompt among the prompts of the source."""
         others, total = 2 * len(self._weights) - 2, self._total
         while len(self._drawn) <= number:
             best, earliest = -1, 0
             for source, weight in enumerate(self._weights):
-                # how far the source is behind its share of the prompts up to the next one, times `total`
+                # by how many prompts the source is behind its share, including the next prompt, times `total`
                 behind = (len(self._drawn) + 1) * weight - total * self._counts[source]
-                if others * behind < total and others:  # it would exceed the bound
+                if others * behind < total and others:  # the source would exceed the upper bound
                     continue
-                # proportional to the number of prompts until it would fall below the bound
+                # in proportion to the number of prompts until the source would fall below the lower bound
                 due = ((others - 1) * total - others * behind) * self._per_weight[source]
                 if best < 0 or due < earliest:
                     best, earliest = source, due
@@ -185,7 +184,7 @@ class PromptDraw:
 
 @dataclass(frozen=True)
 class PromptSeeds:
-    """In place of a `PromptPlan`: one sample for each prompt, with the same seeds at each evaluation."""
+    """Replaces a `PromptPlan` in evaluations: one sample for each prompt, with the same seeds at each evaluation."""
 
     seed: int
 
@@ -197,7 +196,6 @@ class PromptSeeds:
 
 
 def _random_seed(entropy: Sequence[int]) -> int:
-    """A seed below 2^63."""
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -211,10 +209,10 @@ class RolloutSchedule:
     At step s, when the weights have version s, all groups of the steps up to s + ahead have been requested. Every
     group is trained exactly once, and at most `max_staleness` steps after its request.
 
-    ahead: 0 for sync, 1 for one_step_off and 2 for two_step_off; for async, half of `max_staleness`, so that a group
-        may be delayed by the other half.
-    in_order: whether a step trains on its own groups. Under async, it trains on as many groups, but on those that
-        finish first, as long as later steps can still train on all other groups in time.
+    ahead: 0 for sync, 1 for one_step_off and 2 for two_step_off. For async, it is half of `max_staleness`, so that a
+        group may be delayed by the other half.
+    in_order: whether a step trains on its own groups. Under async, a step trains on the same number of groups, and
+        takes those that finish first, as long as later steps can still train on all other groups in time.
     last_step: the number of the run's last step, from 0.
     """
 
@@ -230,5 +228,5 @@ class RolloutSchedule:
         return cls(ahead, rollout.schedule != "async", rollout.max_staleness, steps - 1)
 
     def last_requested(self, step: int) -> int:
-        """The last step whose groups have been requested once `step` begins."""
+        """The last step whose groups have been requested when `step` begins."""
         return min(step + self.ahead, self.last_step)

@@ -37,10 +37,10 @@ from stillhouse.models.pretrained import auto_class
 from stillhouse.parallel import DistributedStudent, StageWeight
 from stillhouse.rollout.published_folder import MANIFEST, VERSION_PREFIX, AdapterBase, WeightsManifest
 
-#: the largest size of one file, unless a single tensor is larger. To publish, a rank needs this much host memory plus
+#: the largest size of a file, unless a single tensor is larger. To publish, a rank needs host memory of this size and
 #: the memory for all-gathering one tensor
 BUCKET_BYTES = 512 * 2**20
-#: the number of versions that stay in the folder: a server may still be reading the second-newest one
+#: the number of versions that stay in the folder: a server may still be reading the second-newest version
 KEPT = 2
 _PARTIAL = ".partial"
 
@@ -55,15 +55,13 @@ def publish(
     tokenizer: Any = None,
     base: AdapterBase | None = None,
 ) -> Path:
-    """Write the student's present weights below `folder` as a new version; returns the version's path.
+    """Write the student's present weights below `folder` as a new version, and return the version's path.
 
     All ranks must call this. Tensors are all-gathered one at a time. One rank of each pipeline stage collects tensors
     until it has `bucket_bytes` of them, and writes them as one file. This version and the previous one stay in the
-    folder; all others are removed, also those that a resumed run will publish again.
-
-    run: the identity of the publishing run. base: the model on which the student's adapter is trained; None: the
-    student has no adapter. Both are written into the manifest.
-
+    folder. All other versions are removed, including versions that a resumed run will publish again.
+    run: the identity of the publishing run. base: the model on which the student's adapter is trained, or None if the
+        student has no adapter. Both are written into the manifest.
     Raises ValueError if transformers must convert several layers at once to save this model, and OSError on all ranks
     if one rank cannot write.
     """
@@ -84,7 +82,7 @@ def publish(
             if tokenizer is not None:
                 save_tokenizer(tokenizer, partial)
             _write_manifest(partial, version, run, kind, base)
-            if final.exists():  # published before the run resumed from an earlier checkpoint
+            if final.exists():  # the run published it before it resumed from an earlier checkpoint
                 shutil.rmtree(final)
             os.rename(partial, final)
             numbered = {path.name.removeprefix(VERSION_PREFIX): path for path in folder.glob(f"{VERSION_PREFIX}*")}
@@ -135,7 +133,7 @@ def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) 
                 metadata = {"total_parameters": model.num_parameters(), "total_size": sizes}
                 index = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
                 (partial / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            # an engine would keep an old tensor that is missing, and only log a warning
+            # if a tensor is missing, an engine would keep its old values and only log a warning
             saved = set(names.values())
             meta = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in saved}
             expected = set(_as_saved(model, meta)) if len(meta) == len(names) else set(files)
@@ -145,7 +143,7 @@ def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) 
 
 
 def _write_adapter(partial: Path, student: DistributedStudent) -> None:
-    """Each stage writes its matrices to the shared folder; rank 0 reads them and writes them in peft's format."""
+    """Each stage writes its matrices to the shared folder. Rank 0 merges these files into one adapter for peft."""
     weights = student.stage_weights()
     matrices = {name: _gather(weight, student) for name, weight in weights.items() if is_lora(name)}
     number = student.ranks.rank if _collects(student) else -1
@@ -162,7 +160,7 @@ def _write_adapter(partial: Path, student: DistributedStudent) -> None:
 
 
 def _full_student(student: DistributedStudent) -> Decoder:
-    """The full student, for names and shapes: with several processes, a model on the meta device."""
+    """The full student, for names and shapes; with several processes, it is a model on the meta device."""
     (part, *_) = student.decoders
     if student.ranks.size == 1:
         return part
@@ -173,13 +171,13 @@ def _full_student(student: DistributedStudent) -> Decoder:
 
 
 def _gather(weight: StageWeight, student: DistributedStudent) -> Tensor:
-    """All-gather a tensor from the ranks that hold its shards; on a rank that collects, move it to host memory."""
+    """All-gather a tensor from the ranks that hold its shards. A rank that collects moves it to host memory."""
     tensor = weight.gather()
     return tensor.detach().cpu().contiguous() if _collects(student) else tensor
 
 
 def _collects(student: DistributedStudent) -> bool:
-    """Whether this rank writes the tensors of its pipeline stage; one rank of each stage does."""
+    """Whether this rank writes the tensors of its pipeline stage. One rank of each stage does this."""
     if student.ranks.size == 1:
         return True
     coordinate = student.mesh.weights.get_coordinate()
@@ -187,20 +185,20 @@ def _collects(student: DistributedStudent) -> bool:
 
 
 def _as_saved(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert tensors to the form that transformers saves, for example stacked experts to one tensor per expert."""
+    """Convert tensors as transformers does to save them; for example, stacked experts become separate tensors."""
     return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 
 
 def _buckets(model: PreTrainedModel, shapes: dict[str, Tensor], bucket_bytes: int) -> list[list[list[str]]]:
     """Divide tensors into files. A file is a list of groups; transformers converts the tensors of a group together.
-
-    shapes: on the meta device. Most groups have one tensor. If transformers joins tensors of a layer when it saves,
-    such as the query, key and value matrices, the layer is a group. Raises ValueError if it joins several layers.
+    shapes: the tensors on the meta device. Most groups have one tensor. If transformers joins tensors of a layer when
+        it saves, such as the query, key and value matrices, the layer is a group. Raises ValueError if it joins
+        several layers.
     """
     saved = {name: tensor.shape for name, tensor in _as_saved(model, shapes).items()}
 
     def is_converted(names: Iterable[str]) -> bool:
-        """Whether transformers converts these tensors as it does among all tensors."""
+        """Whether transformers converts these tensors alone in the same way as together with all tensors."""
         try:
             with reading("they are converted together with others"):
                 converted = _as_saved(model, {name: shapes[name] for name in names})
@@ -226,7 +224,7 @@ def _buckets(model: PreTrainedModel, shapes: dict[str, Tensor], bucket_bytes: in
 
 
 def _layer(name: str) -> str:
-    """Return a tensor's name up to the first number, which is that of its layer."""
+    """A tensor's name up to its first number, which is the number of the layer."""
     parts = name.split(".")
     return ".".join(parts[: next((place for place, part in enumerate(parts, start=1) if part.isdecimal()), 0)])
 
@@ -247,7 +245,7 @@ def _write_manifest(
     for path in sorted(partial.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             tensors |= dict.fromkeys(file.keys(), path.name)
-            dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 it is no dict
+            dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 the file is no dict
     manifest = WeightsManifest(
         version=version,
         run=run,
@@ -264,7 +262,7 @@ def _write_manifest(
 
 @contextmanager
 def _errors_on_all_ranks(student: DistributedStudent) -> Iterator[None]:
-    """If one rank raises ValueError or OSError in the block, all ranks raise it, so that no rank waits for ever."""
+    """If a rank raises ValueError or OSError in the block, all ranks raise it. Otherwise, they would wait forever."""
     with student.ranks.all_raise(ValueError, OSError):
         try:
             yield

@@ -1,8 +1,8 @@
 """Reads a published version of the student's weights (see `publish.py`) without trusting its files.
 
 Other users may be able to write to this folder. So a file is opened only if the manifest names it and it is a regular
-file in the folder itself: links are not followed, and pipes do not block. The number of bytes read is limited, and
-bytes are used only if they match their hash.
+file in the folder itself: links are not followed, and pipes do not block. The number of bytes read is limited. A
+file's content is used only if it has the hash of the manifest.
 """
 
 import hashlib
@@ -27,10 +27,8 @@ _AGAIN = "publish the weights again"
 
 
 class AdapterBase(BaseModel):
-    """The model on which an adapter was trained.
-
-    fingerprint: the hash of the model's files (`model_fingerprint`). dtype: that of its weights in the run. quantize:
-    the quantization of its linear layers; None if they are not quantized.
+    """The model on which an adapter was trained. fingerprint: the hash of the model's files (`model_fingerprint`).
+    dtype: the dtype of its weights in the run. quantize: the quantization of its linear layers, or None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -44,13 +42,13 @@ class WeightsManifest(BaseModel):
     """The content of manifest.json.
 
     version: the number of optimizer steps after which the weights were published.
-    run: the identity of the run that published them; empty if it has none.
-    kind: whether the tensors are those of a model, or only of an adapter.
+    run: the identity of the run that published the weights; empty if the run has no identity.
+    kind: whether the tensors are a model, or only an adapter.
     dtypes: the dtypes of the tensors, as safetensors names them.
     tensors: for each tensor, the name of the file that contains it.
     files: the sha256 of each file except the manifest.
-    complete: true; a manifest without this field was not written to its end.
-    base: of an adapter that is published for a server: the model on which it was trained.
+    complete: always true; a manifest without this field was not written to its end.
+    base: the model on which a published adapter was trained.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -66,14 +64,12 @@ class WeightsManifest(BaseModel):
 
 
 class NoVersionError(ValueError):
-    """There is no version of the weights at a path. The message says what is there."""
+    """There is no version of the weights at a path. The message describes the problem."""
 
 
 class PublishedFolder:
-    """A published folder that is being read.
-
-    sha256: the hash of the manifest. It covers all files, because the manifest contains their hashes: two folders
-        with the same hash contain the same version of the same run.
+    """A published folder that is being read. sha256: the hash of the manifest. Because the manifest contains the
+    hashes of all files, two folders with the same hash contain the same version of the same run.
     """
 
     def __init__(self, path: Path, descriptor: int):
@@ -106,14 +102,14 @@ class PublishedFolder:
             raise ValueError(f"{self.path} does not hold the files that its {MANIFEST} names: {_AGAIN}")
 
     def read(self, name: str, most_bytes: int) -> bytes:
-        """Read a file that the manifest names. Raises ValueError for another hash or more than `most_bytes` bytes."""
+        """Read a file of the manifest. Raises ValueError for another hash, and for more than `most_bytes` bytes."""
         with self._opened(name, most_bytes) as file:
             content = file.read(os.fstat(file.fileno()).st_size)
         self._require_hash(name, hashlib.sha256(content).hexdigest())
         return content
 
     def compare(self, name: str, most_bytes: int) -> int:
-        """Check a file as `read` does, without keeping its content in memory; returns the file's size."""
+        """Check a file as `read` does, without keeping its content in memory, and return the file's size."""
         digest, size = hashlib.sha256(), 0
         with self._opened(name, most_bytes) as file:
             while size <= most_bytes and (piece := file.read(_PIECE)):
@@ -124,7 +120,7 @@ class PublishedFolder:
 
     @contextmanager
     def _opened(self, name: str, most_bytes: int) -> Iterator[IO[bytes]]:
-        """Open a regular file directly in the folder. Raises ValueError for anything else, without opening it."""
+        """Open a regular file directly in the folder. Raises ValueError for other files, and does not open them."""
         path = self.path / escaped(name)[:200]
         try:
             # the file type is also checked before opening, because opening a device may already have an effect

@@ -1,7 +1,7 @@
 """The queue of samples between the engine that generates them and the steps that train on them.
 
-Its state in a checkpoint must fit the checkpoint's step; otherwise, samples could be trained twice or never. N tokens
-of a completion.
+The queue's state in a checkpoint must belong to the checkpoint's step. Otherwise, samples could be trained twice or
+never. N tokens of a completion.
 """
 
 import math
@@ -34,10 +34,11 @@ class QueueState:
 class RolloutQueue:
     """The groups of samples that were requested and on which no step has trained yet.
 
-    samples: those under way.
-    servers: generate completions; None: an engine in this job does, which gets its requests from `samples`.
+    samples: the samples under way.
+    servers: generate completions. If it is None, an engine in this job generates, and gets its requests from
+        `samples`.
     schedule: decides when a group is requested and which step trains on it.
-    config: the section rollout of the first source of prompts; None: its defaults.
+    config: the section rollout of the first source of prompts, or None for its defaults.
     """
 
     def __init__(
@@ -54,16 +55,17 @@ class RolloutQueue:
         self._last_chance: dict[int, int] = {}  # for each requested group, the last step that may train on it
         self._groups: dict[int, dict[int, Sample]] = {}  # finished samples by group, until a step takes the group
         self._finished: list[int] = []  # the groups whose samples are all finished, in the order of finishing
-        #: while an engine in this job generates samples of several turns: the samples that it was asked for together
+        #: while an engine in this job generates samples of several turns: the samples that were requested together
         self._incomplete: frozenset[int] = frozenset()
         self._trained: set[int] = set()
-        self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # by step, the groups that it took, until `trained`
+        self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # by step, the groups it took, until `trained`
         #: for the samples of the last `take`, the times of the first request and of the last finished sample
         self.taken_times = (0.0, 0.0)
 
     def start(self, step: int) -> None:
-        """Begin all groups that are due at a step, whose weights the engine has, and samples missing after a resume.
-        Servers get the requests now; an engine in this job must complete `samples` before `collect` is called.
+        """Begin all groups that are due at a step, and samples missing after a resume. The engine has the step's
+        weights. Servers get the requests now; an engine in this job must complete `samples` before `collect` is
+        called.
         """
         for later in range(step, self.schedule.last_requested(step) + 1):
             for group in self.plan.groups(later):
@@ -101,15 +103,16 @@ class RolloutQueue:
             self._receive(SECONDS_BETWEEN_LOOKS)
 
     def is_ready(self, step: int) -> bool:
-        """Whether all groups on which this step trains are finished, with their rewards; does not wait."""
+        """Whether all groups on which this step trains are finished and have their rewards. Does not wait."""
         self._receive(0.0)
         return self._is_ready(step) and all(
             self.samples.has_reward(sample) for group in self._chosen(step) for sample in self._groups[group].values()
         )
 
     def take(self, step: int) -> list[Sample]:
-        """Wait for the samples on which a step trains; returns them in the order of their numbers, with advantages.
-        The choice does not depend on how long rewards take. Until `trained`, checkpoints still contain these samples.
+        """Wait for the samples on which a step trains, and return them in the order of their numbers, with
+        advantages. The choice does not depend on the time that rewards take. Until `trained`, checkpoints still
+        contain these samples.
         """
         self.wait_for(step)
         groups = sorted(self._chosen(step))
@@ -137,13 +140,14 @@ class RolloutQueue:
         self._trained = {group for group in out_of_turn if before is not None and group > before}
 
     def state(self) -> QueueState:
-        """The state for a checkpoint. After a resume, samples that are still under way are requested again, and so
-        are rewards that are still computed. If an engine in this job has failed, so are all samples of several turns
-        that it was asked for: without those that have ended, it would get other batches, with other roundings.
+        """The state for a checkpoint. After a resume, unfinished samples and rewards are requested again. After a
+        failure of an engine in this job, all samples of several turns are requested again that were requested
+        together. If the finished samples were left out, the engine would get other batches, with other rounding
+        errors.
         """
         self._keep(self.samples.salvage())
         groups = {group: samples for taken in self._taken.values() for group, samples in taken.items()}
-        # in the order of finishing, by which a step chooses groups
+        # in the order in which groups finished, because a step chooses groups by it
         for group in [*self._finished, *self._groups]:
             groups.setdefault(group, self._groups[group])
         samples = [
@@ -167,7 +171,7 @@ class RolloutQueue:
         self._keep(state.samples)
 
     def _receive(self, seconds: float) -> None:
-        """From servers: take what has arrived, wait up to `seconds` for the first arrival, and request next turns."""
+        """With servers: take arrivals, wait up to `seconds` for the first arrival, and request the next turns."""
         if self.servers is None:
             return
         self.samples.receive(seconds)
@@ -205,9 +209,8 @@ class RolloutQueue:
 
     def _least(self, step: int) -> dict[int, int]:
         """For each step `until` from this step on: how many of the groups due by `until` this step must train on.
-
-        A group is due by `until` if no step after `until` may train on it. This step must train on the due groups for
-        which the steps after this one, up to and including `until`, have no room. The number may be negative.
+        A group is due by `until` if no step after `until` may train on it. The later steps up to and including
+        `until` have room for some of the due groups. This step must train on the rest. The number may be negative.
         """
         least, room = {}, 0
         for until in range(step, step + self.schedule.max_staleness + 1):
@@ -247,7 +250,7 @@ def _require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedu
         raise ValueError(f"the trained groups {trained[:9]}: expected {expected}")
     earliest, latest = max(0, step - schedule.max_staleness), schedule.last_requested(step)
     for group, at in requested_at.items():
-        is_planned = 0 <= group < plan.groups(latest).stop  # the plan must not be made for any number
+        is_planned = 0 <= group < plan.groups(latest).stop  # a wrong number may be huge: the plan must not reach it
         due = plan.group(group).step if is_planned else -1
         if not (earliest <= due <= latest and max(0, due - ahead, earliest) <= at <= min(due, step)):
             raise ValueError(
@@ -256,7 +259,7 @@ def _require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedu
                 f"{step}"
             )
     # every group up to the last requested one is either requested or trained
-    due = plan.groups(step).start  # the number of trained groups; in the async schedule, not always the first groups
+    due = plan.groups(step).start  # the number of trained groups; under async, these are not always the first groups
     first, kept = min(requested_at, default=due), sorted([*requested_at, *trained])
     stops = {
         max(due, plan.groups(schedule.last_requested(begun)).stop) if begun >= 0 else 0 for begun in (step - 1, step)

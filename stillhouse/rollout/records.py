@@ -21,10 +21,10 @@ class Sampling:
 
     max_new_tokens: the maximum number of tokens of a completion, including its end of sequence.
     temperature: divides the logits; 0 means greedy decoding.
-    top_p: 1 switches the filter off.
-    top_k, min_p: 0 switches the filter off.
-    stop: a completion ends after each of these texts and contains it.
-    eos_ids: a completion ends after each of these tokens and contains it.
+    top_p: the limit of nucleus sampling; 1 switches this filter off.
+    top_k, min_p: the limits of these filters; 0 switches a filter off.
+    stop: a completion ends after each of these texts and contains the text.
+    eos_ids: a completion ends after each of these tokens and contains the token.
     """
 
     max_new_tokens: int
@@ -37,7 +37,7 @@ class Sampling:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """values: those of `asdict`, sent as JSON."""
+        """values: the dict of `asdict`, after it was sent as JSON."""
         return cls(**dict(values) | {name: tuple(values[name]) for name in ("stop", "eos_ids")})
 
     @property
@@ -53,10 +53,10 @@ class GenerationRequest:
     number: a number that is unique in the run.
     prompt_ids: int32, at least one token.
     seed: the seed of the sampling, for engines that accept one.
-    max_new_tokens: a smaller limit than that of `Sampling`. None: the limit of `Sampling`.
-    media: the media of the prompt, whose placeholder tokens `prompt_ids` has.
-    media_tensors: in place of `media`, what a client's processor has made of them; only for this process.
-    sampling: None: the engine's.
+    max_new_tokens: a smaller limit than the limit of `Sampling`, or None for the limit of `Sampling`.
+    media: the media of the prompt; `prompt_ids` has their placeholder tokens.
+    media_tensors: replace `media`: the tensors that a client's processor has computed; only in this process.
+    sampling: the sampling settings, or None for the settings of the engine.
     """
 
     number: int
@@ -93,7 +93,6 @@ class Completion:
         temperature.
     versions_N: int32, the version of the weights that generated the token: the number of their optimizer steps.
     finish: "stop" if the completion has ended, "length" if it was cut.
-
     Raises ValueError for arrays of different lengths, no token, or a log-probability that is not finite or above 0.
     """
 
@@ -113,13 +112,13 @@ class Completion:
 
     @classmethod
     def joined(cls, parts: Sequence[Self], *, is_cut: bool = False) -> Self:
-        """One completion of several parts; it ends as the last one does, unless it `is_cut` after it."""
+        """One completion of several parts. It ends as the last part does, or is cut after this part if `is_cut`."""
         columns = zip(*((part.ids_N, part.log_probs_N, part.versions_N) for part in parts), strict=True)
         ids_N, log_probs_N, versions_N = map(np.concatenate, columns)
         return cls(ids_N, log_probs_N, versions_N, "length" if is_cut else parts[-1].finish)
 
     def as_json(self) -> list[Any]:
-        # a float32 is exact as a float64, and so is its decimal representation
+        # float64 represents every float32 exactly, and so does its decimal form
         return [self.ids_N.tolist(), self.log_probs_N.tolist(), self.versions_N.tolist(), self.finish]
 
     @classmethod
@@ -133,14 +132,15 @@ class Completion:
         )
 
 
-#: takes a request's number and its completion, in any thread
-Receiver = Callable[[tuple[int, Completion]], None]
+#: a function that gets a request's number and its completion; any thread may call it
+CompletionCallback = Callable[[tuple[int, Completion]], None]
 
 
 class CompletionInbox:
-    """The completions that engines have generated, in the order in which they arrive. Any thread may put one into it.
+    """The completions that engines have generated, in the order of their arrival. Any thread may put a completion
+    into it.
 
-    is_early: whether a thread reads it while the engine in this job generates other completions.
+    is_early: whether a thread reads the inbox while the engine in this job generates other completions.
     arrivals: tuples of a request's number, its completion or the error of the request, and the time of arrival in
         seconds of `time.monotonic`.
     """
@@ -149,7 +149,7 @@ class CompletionInbox:
         self.is_early, self.arrivals = is_early, SimpleQueue[Any]()
 
     def put(self, content: Sequence[Any]) -> None:
-        """content: a request's number, and its completion, also as JSON, or its error."""
+        """content: a request's number, and its completion, the JSON of its completion, or its error."""
         number, result = content
         result = Completion.from_json(result) if isinstance(result, list) else result
         self.arrivals.put((number, result, time.monotonic()))
@@ -163,9 +163,10 @@ class Sample:
     prompt: the number of the prompt's document.
     reward: None if the run has no reward.
     advantage: the reward relative to the rewards of the same prompt (see `with_advantages`).
-    reward_parts: of a reward that is a weighted sum, the parts without their weights; otherwise empty.
-    object_reward: what the sample's object in the environment gives for the reward; None if it gives nothing.
-    tool_calls, tool_errors: how many calls of tools have had a reply, and how many of these replies are errors.
+    reward_parts: if the reward is a weighted sum, its parts without their weights; otherwise empty.
+    object_reward: the part of the reward that the sample's object in the environment gives, or None if it gives no
+        part.
+    tool_calls, tool_errors: the number of tool calls with a reply, and the number of these replies that are errors.
     """
 
     number: int
@@ -190,7 +191,7 @@ class Sample:
 
     @property
     def turns(self) -> int:
-        """The number of the model's turns: of runs of tokens that the model generated."""
+        """The number of the model's turns. A turn is a run of successive tokens that the model generated."""
         return int((np.diff(self.is_generated_N, prepend=False) & self.is_generated_N).sum())
 
     def as_json(self) -> dict[str, Any]:

@@ -1,7 +1,5 @@
-"""The reward of a completion, and its advantage over the other completions of its prompt.
-
-A reward is a weighted sum of parts. A part is a function of the user, a server, or what the sample's object in the
-environment gives.
+"""The reward of a completion, and its advantage over the other completions of its prompt. A reward is a weighted sum
+of parts. A part comes from a function of the user, a server, or the sample's object in the environment.
 """
 
 import math
@@ -17,20 +15,20 @@ from stillhouse.rollout.records import Sample
 from stillhouse.rollout.turns import Calls
 from stillhouse.user_code.functions import Turn, UserFunctionError, about_completion
 
-#: after how many calls a reward's first one is repeated: a state that only the first one has made, such as a mean of
-#: one number, may give the same number again
+#: the first call of a reward is repeated after this number of calls. Directly after its first call, a reward with a
+#: state, such as a running mean, could still give the same number again
 _REPEATED_AFTER = 8
 
 
 class RepeatedCall:
-    """Repeats the first call of a part later, and warns if it then gives another number. name: for the warning."""
+    """Repeats the first call of a part later, and warns if the result differs. name: the name in the warning."""
 
     def __init__(self, name: str, warn: Callable[[str], None]):
         self._name, self._warn, self._count = name, warn, 0
         self._first_arguments, self._futures = tuple[Any, ...](), list[Future[Any]]()
 
     def add(self, part: "WeightedCall", arguments: tuple[Any, ...], future: Future[Any]) -> None:
-        """Count a call, and repeat the first one if it is time."""
+        """Count a call, and repeat the first call when `_REPEATED_AFTER` calls were made."""
         self._count += 1
         if self._count == 1:
             self._first_arguments, self._futures = arguments, [future]
@@ -44,7 +42,7 @@ class RepeatedCall:
             self._futures.append(again)
 
     def compare(self) -> None:
-        """Warn if both calls are done and differ; once."""
+        """Warn once, if both calls are done and their results differ."""
         if len(self._futures) < 2 or not all(future.done() for future in self._futures):
             return
         (first, again), self._futures = self._futures, []
@@ -68,9 +66,10 @@ class RepeatedCall:
 class WeightedCall:
     """A part of a reward, and the call that computes it.
 
-    calls, key, path: of the user's function or server; without `calls`, the sample's object gives the part.
+    calls, key, path: the call of the user's function or server. If `calls` is None, the sample's object gives the
+        part.
     takes_turns: whether the call has an argument for the turns.
-    repeated: repeats the first call; None: no call is repeated.
+    repeated: repeats the first call. If it is None, no call is repeated.
     """
 
     weight: float
@@ -83,7 +82,7 @@ class WeightedCall:
 
 @dataclass(frozen=True)
 class RewardSum:
-    """The sum of weight × result, added in the order of the parts. key: that of the configuration, for errors."""
+    """The sum of weight × result, added in the order of the parts. key: the key of the configuration, for errors."""
 
     key: str
     parts: Sequence[WeightedCall]
@@ -97,8 +96,9 @@ class RewardSum:
         turns: Sequence[Turn],
         object_reward: Future[float] | None = None,
     ) -> "PendingReward":
-        """Request the reward of a completion. Functions in this process raise UserFunctionError at once. source:
-        `file:line` of the record. turns: the pieces of the completion. object_reward: the part of its object.
+        """Request the reward of a completion. Functions in this process raise UserFunctionError at once.
+        source: `file:line` of the record. turns: the pieces of the completion. object_reward: the part that the
+            sample's object gives.
         """
         futures = []
         for part in self.parts:
@@ -113,7 +113,7 @@ class RewardSum:
         return PendingReward(self, futures, completion, source)
 
     def compare_repeated(self) -> None:
-        """Warn of parts that have given another number for the same arguments (see `RepeatedCall`)."""
+        """Warn about parts that have given different numbers for the same arguments (see `RepeatedCall`)."""
         for part in self.parts:
             if part.repeated is not None:
                 part.repeated.compare()
@@ -121,7 +121,7 @@ class RewardSum:
 
 @dataclass(frozen=True)
 class PendingReward:
-    """A reward whose parts were requested. futures: of the parts, in their order."""
+    """A requested reward. futures: the results of its parts, in the order of the parts."""
 
     sum: RewardSum
     futures: Sequence[Future[float]]
@@ -133,7 +133,7 @@ class PendingReward:
         return all(future.done() for future in self.futures)
 
     def added_to(self, sample: Sample) -> Sample:
-        """The sample with its reward; all parts must be done. Of parts that fail, it raises the first one's error."""
+        """The sample with its reward. All parts must be done. Raises the error of the first part that has failed."""
         self.sum.compare_repeated()
         results = [future.result() for future in self.futures]
         value = sum(part.weight * result for part, result in zip(self.sum.parts, results, strict=True))
@@ -143,7 +143,7 @@ class PendingReward:
         return replace(sample, reward=float(value), reward_parts=tuple(results) if len(results) > 1 else ())
 
 
-#: which standard deviation of n rewards: "population" divides the sum of squares by n, "sample" by n − 1
+#: the standard deviation of n rewards: "population" divides the sum of squares by n, "sample" by n − 1
 Deviation = Literal["population", "sample"]
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -156,16 +156,15 @@ def with_advantages(
 ) -> list[Sample]:
     """Return the samples of one prompt with their advantages: the reward minus the mean reward of the prompt.
     "normalized" also divides by the standard deviation of these rewards (Shao et al. 2024, arXiv:2402.03300, section
-    4.1.2), and gives 0 if `rewards_are_equal`. Advantages are 0 if the samples have no rewards.
-
-    Raises ValueError for centered advantages that float32 cannot represent.
+    4.1.2), and gives 0 if `rewards_are_equal`. Advantages are 0 if the samples have no rewards. Raises ValueError for
+    centered advantages that float32 cannot represent.
     """
     raw_rewards = [sample.reward for sample in samples if sample.reward is not None]
     if not raw_rewards:
         return list(samples)
     assert len(raw_rewards) == len(samples)
     rewards, exponent = _scaled(raw_rewards)
-    # the differences keep all digits of a small spread at a large reward; a mean of the rewards would not
+    # differences keep all digits of a small spread of large rewards; a mean of the rewards would lose some
     differences = [reward - rewards[0] for reward in rewards]
     mean = statistics.fmean(differences)
     centered = [difference - mean for difference in differences]
@@ -187,10 +186,9 @@ def with_advantages(
 
 
 def rewards_are_equal(rewards: Sequence[float]) -> bool:
-    """Whether rewards differ at most by the rounding of the dtype in which they were computed.
-
-    It is float32 if all rewards are numbers of float32, as those of a model in float32 are, and float64 otherwise.
-    Rewards that are all whole numbers, such as counts, have no rounding of float32.
+    """Whether rewards differ at most by the rounding of the dtype in which they were computed. This dtype is float32
+    if float32 can represent all rewards exactly, as for rewards of a model in float32, and float64 otherwise. If all
+    rewards are whole numbers, such as counts, it is float64, too.
     """
     with np.errstate(over="ignore"):
         is_of_float32 = all(float(np.float32(reward)) == reward for reward in rewards)
@@ -206,6 +204,6 @@ def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
 
 
 def _scaled(rewards: Sequence[float]) -> tuple[list[float], int]:
-    """Divide the rewards by a power of two, which is exact, so that none is above 1; also return its exponent."""
+    """Divide the rewards by a power of two, which is exact, so that none is above 1; also return the exponent."""
     exponent = math.frexp(max(map(abs, rewards)))[1]
     return [math.ldexp(reward, -exponent) for reward in rewards], exponent

@@ -53,8 +53,9 @@ class Rollout:
     """The samples of each step, on all ranks.
 
     rollouts: the section rollout for each source of prompts.
-    engine: generates in this job; None: servers generate.
-    served: gives the student's weights to servers; None: they have other weights, or there are none.
+    engine: generates in this job, or None if servers generate.
+    served: gives the student's weights to servers. It is None without servers, and for servers that keep their own
+        weights.
     queue, functions: the samples, and the calls of the user's functions, on rank 0.
     prompts, dataset: the documents of `plan`. packer: packs the documents of a step.
     """
@@ -77,26 +78,13 @@ class Rollout:
 
     def take(self, step: int, timeline: RolloutLog) -> list[Sample]:
         """Return the samples of a step, with rewards and advantages, on all ranks. A collective of all processes.
-
-        Before, the engine gets the weights of this step and the requests that are due. Except under async, the
+        First, the engine gets the weights of this step and the requests that are due. Except under async, the
         completions for this step are finished before the weights change. All ranks raise the errors of rank 0:
-        ValueError, UserFunctionError, and those of `errors_of_signals`.
+        ValueError, UserFunctionError, and the errors of `errors_of_signals`.
         """
         queue, phase = self.queue, f"the completions of step {step + 1}"
         with watchdog.nested(phase, timed=False):
-            if self.served is not None:
-                with timeline.trainer(f"publish version {step}", step + 1, "weights"):
-                    self.served.publish(step)  # the servers still generate
-            if self.schedule.in_order and self.engine is None:
-                with timeline.trainer(WAIT_FOR_COMPLETIONS), self.shared():
-                    if queue is not None and queue.has_requested(step):
-                        queue.wait_for(step)
-            if self._by_student:
-                with timeline.trainer(f"version {step}", step + 1, "weights"):
-                    if self.served is not None:
-                        self.served.update(step)
-                    if self.engine is not None:
-                        self.engine.update_weights(step)
+            self._update_weights(step, timeline)
             with timeline.trainer(WAIT_FOR_COMPLETIONS):
                 with self.shared():
                     if queue is not None:
@@ -111,8 +99,8 @@ class Rollout:
         return self._taken[step]
 
     def micro_batches(self, steps: Iterable[int], timeline: RolloutLog) -> Iterator[ShardedMicroBatches | None]:
-        """Yield this process's part of each step, on its samples and on the dataset's completions. Yields None as
-        long as the samples of a step after the last `take` are not finished (two_step_off).
+        """Yield this process's part of each step, which has its samples and the dataset's completions. Under
+        two_step_off, yield None as long as the samples of a step after the last `take` are not finished.
         """
         for step in steps:
             while step not in self._taken and not self._take_early(step, timeline):
@@ -128,19 +116,35 @@ class Rollout:
             self.queue.trained(step)
 
     def finish(self) -> None:
-        """Wait for the end of the last samples' environments. Raises their errors on all ranks."""
+        """Wait until the environments of the last samples have ended. Raises their errors on all ranks."""
         with watchdog.nested("the end of environments", timed=False), self.shared():
             if self.queue is not None:
                 self.queue.samples.wait_until_dropped()
 
     @contextmanager
     def shared(self) -> Iterator[Shared]:
-        """As `Ranks.shared`, with the errors of `take`."""
+        """`Ranks.shared` with the errors of `take`."""
         with errors_of_signals(), self._ranks.shared(*ERRORS) as shared:
             yield shared
 
+    def _update_weights(self, step: int, timeline: RolloutLog) -> None:
+        """Give the weights of this step to the engine, if the student generates."""
+        if self.served is not None:
+            with timeline.trainer(f"publish version {step}", step + 1, "weights"):
+                self.served.publish(step)  # the servers still generate
+        if self.schedule.in_order and self.engine is None:
+            with timeline.trainer(WAIT_FOR_COMPLETIONS), self.shared():
+                if self.queue is not None and self.queue.has_requested(step):
+                    self.queue.wait_for(step)
+        if not self._by_student:
+            return
+        with timeline.trainer(f"version {step}", step + 1, "weights"):
+            if self.served is not None:
+                self.served.update(step)
+            if self.engine is not None:
+                self.engine.update_weights(step)
+
     def _take(self, step: int, timeline: RolloutLog) -> None:
-        """Wait for the samples of a step and for their rewards."""
         samples: list[Sample] = []
         with self.shared() as shared:
             if self.queue is not None:
@@ -156,7 +160,7 @@ class Rollout:
         self._taken[step] = samples
 
     def _take_early(self, step: int, timeline: RolloutLog) -> bool:
-        """Take the samples of a later step if they are finished; returns whether they are."""
+        """Take the samples of a later step if they are finished, and return whether they are."""
         if self.rollouts[0].schedule != "two_step_off":
             return False
         with self.shared() as shared:

@@ -2,8 +2,8 @@
 
 `generate` calls a `TokenSampler` with the logits of a step and an `EndOfCompletion` with the tokens so far. The
 sampler chooses the tokens itself and returns scores of −inf for all other ids, so that `generate` takes these tokens.
-Each completion has its own random numbers. So, except for rounding, it does not depend on the other completions of
-its batch. The global random state is neither read nor changed.
+Each completion has its own random numbers. So, except for rounding, a completion does not depend on the other
+completions of its batch. The global random state is neither read nor changed.
 
 B completions, S tokens of prompt and completion so far, V rows of the head, N tokens of a completion, K blocks of C
 ids.
@@ -40,8 +40,8 @@ class TokenSampler(LogitsProcessor):
 
     tokens: the maximum number of tokens of a completion.
     vocabulary: only ids below this number are sampled.
-    counted: the number of rows of the head over which log-probabilities are normalised. None: all rows.
-    never: ids that are not sampled, although the log-probabilities of the others do not change.
+    counted: the number of rows of the head over which log-probabilities are normalised, or None for all rows.
+    never: ids that are never sampled. The log-probabilities of other ids do not change because of this.
     """
 
     def __init__(
@@ -91,10 +91,9 @@ class TokenSampler(LogitsProcessor):
 
     def _sample(self, input_ids_BS: Tensor, scores_BV: Tensor, weights_BV: Tensor) -> Tensor:
         """Choose a block of `_BLOCK` ids, then an id of this block. weights_BV: exp(scores_BV).
-
-        Both times, the one with the largest sum of log-probability and Gumbel noise is chosen. A block's probability
-        is the sum over its ids. Every block and every id has its own noise. So a rounding difference in the scores,
-        for example in another batch or layout, very rarely changes the sampled token.
+        Both choices take the entry with the largest sum of log-probability and Gumbel noise. A block's probability is
+        the sum over its ids. Every block and every id has its own noise. So a rounding difference in the scores, for
+        example in another batch or layout, very rarely changes the sampled token.
         """
         if self._filters:
             scores_BV = scores_BV.clone()
@@ -121,11 +120,9 @@ class TokenSampler(LogitsProcessor):
 
 
 class EndOfCompletion(StoppingCriteria):
-    """Finds where each completion ends: at an end of sequence, at a stop text, or at its limit of new tokens.
-
-    Only new tokens are examined: a prompt may contain the end of sequence and parts of stop texts.
-
-    on_end: called with the rows that end, after the token with which they end.
+    """Finds where each completion ends: at an end of sequence, at a stop text, or at its limit of new tokens. Only
+    new tokens are examined, because a prompt may contain ends of sequence and parts of stop texts. on_end: called
+    with the rows that end, after their last token.
     """
 
     def __init__(
@@ -159,7 +156,7 @@ class EndOfCompletion(StoppingCriteria):
         return self._length_B > 0
 
     def result(self) -> tuple[list[int], list[bool]]:
-        """For each completion, the number of tokens, and whether it ended by itself (false: cut at its limit)."""
+        """For each completion, the number of tokens, and whether it ended by itself before its limit."""
         return self._length_B.tolist(), self._is_stop_B.tolist()
 
 
@@ -169,7 +166,7 @@ def stop_texts(
     """For each sequence of ids, the stop text that its last token completes, or None. The caller must call this after
     every token, because only a small window of text at the end is examined.
     """
-    # a token has at least one byte of text, so a stop text of n bytes is within the last n tokens; 8 more as a margin
+    # a token has at least one byte of text, so the last n tokens contain a stop text of n bytes; 8 more are a margin
     window = max(len(stop_text.encode()) for stop_text in stop) + 8
     texts = tokenizer.batch_decode(
         [row[-window:] for row in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -179,7 +176,6 @@ def stop_texts(
 
 def _gumbel(seeds_B2: Tensor, counters_BC: Tensor) -> Tensor:
     """Gumbel noise in float32 for each counter and pair of seeds (all int32).
-
     The noise is −log(−log(1 − u)), where u is uniform. Large noise, which decides a sample, comes from a small u, and
     a small u is exact in float32. A u that rounds to 1 would give −inf, so u is clamped to the largest float32 below
     1. The 31 bits of u are a hash of counter and seeds, and the same on every device.

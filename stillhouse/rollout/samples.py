@@ -1,7 +1,7 @@
-"""Samples on their way, turn by turn: the model generates, an environment may answer, and the model goes on.
+"""The samples under way, turn by turn: the model generates, an environment may reply, and the model continues.
 
-`Samples` requests the completions that are needed, and takes them from an inbox. Without an environment, a sample is
-one turn. Replies of an environment are part of the sample, but not targets.
+`Samples` makes the requests for completions, and takes the completions from an inbox. Without an environment, a
+sample is one turn. Replies of an environment are part of the sample, but not targets.
 """
 
 import threading
@@ -33,10 +33,10 @@ class SourceSettings:
     """How samples of the prompts of one source are generated.
 
     max_new_tokens: the maximum number of tokens of a sample: all turns of the model and all replies together.
-    sampling: how tokens are sampled; None: as the engine does without it.
-    reward, environment: the prompts need the records of the data if one is set.
-    calls_from_any_thread: whether a reward or a reply is requested as soon as the model's turn has ended, also while
-        the engine generates others. Otherwise, `Samples.receive` requests it.
+    sampling: how tokens are sampled, or None for the engine's own settings.
+    reward, environment: compute the reward and the replies. If one is set, the prompts need the records of the data.
+    calls_from_any_thread: whether a reward or a reply is requested as soon as the model's turn ends, even while the
+        engine generates other completions. Otherwise, `Samples.receive` requests it.
     max_turns: the maximum number of turns of the model.
     object_gives_reward: whether the sample's object in `environment` gives a part of `reward`.
     """
@@ -54,16 +54,16 @@ class SourceSettings:
 class OpenSample:
     """A sample that is being generated.
 
-    record, source: of the prompt, and its `file:line`.
+    record, source: the record of the prompt, and its `file:line`.
     parts: the model's completions and the environment's replies so far, in their order.
     turns, replies: the number of the model's turns so far, and the replies to them.
     is_requested: whether the present turn is requested and has not arrived.
-    reply_calls: for each of the model's turns that has ended, the turns so far and the reply that was requested;
-        None: the sample ends with this turn.
-    object_reward: the reward that its object gives, as soon as it is requested.
+    reply_calls: for each finished turn of the model, the turns so far and the requested reply, or None if the sample
+        ends with this turn.
+    object_reward: the reward that the sample's object gives, from its request on.
     goes_on: whether the model generates another turn; None until the reply to the present turn has arrived.
     is_cut: whether the environment's last reply has used up the remaining tokens.
-    requested_at, ended_at: the times of its first request and of its last completion (`time.monotonic`).
+    requested_at, ended_at: the times of the first request and of the last completion (`time.monotonic`).
     """
 
     number: int
@@ -90,25 +90,25 @@ class OpenSample:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether its completion is missing, or something that the environment computes."""
+        """Whether the completion, the reply or the object's reward is missing."""
         if self.is_requested:
             return True
         call, reward = self.reply_calls[self.turns - 1], self.object_reward
         return (call is not None and not call[1].done()) or (reward is not None and not reward.done())
 
     def texts(self, tokenizer: PreTrainedTokenizerBase, parts: Sequence[Completion]) -> CallArguments:
-        """The arguments of a reward or an environment about these parts of the sample."""
+        """The arguments of a reward or an environment: prompt, text of these parts, record and source."""
         completion = tokenizer.decode(Completion.joined(parts).ids_N, skip_special_tokens=True)
         return tokenizer.decode(self.prompt_ids), completion, self.record, self.source
 
     def ended_turns(self, tokenizer: PreTrainedTokenizerBase, parts: Sequence[Completion]) -> SampleTurns:
-        """What the environment gets: the turns of the model, without one that was cut."""
+        """The turns and replies for the environment. A turn that was cut is left out."""
         generated = [part for part in parts if part.versions_N[0] != NOT_GENERATED]
         turns = [part.ids_N for part in generated if part.finish == "stop"]
         return SampleTurns(self.number, self.texts(tokenizer, parts), turns, list(self.replies))
 
     def add_reply(self) -> bool:
-        """Add the reply to the present turn, which has arrived; returns whether the model generates another turn."""
+        """Add the arrived reply to the present turn, and return whether the model generates another turn."""
         call, environment = self.reply_calls[self.turns - 1], self.settings.environment
         room, reply, self.goes_on = self.settings.max_new_tokens - self.tokens, None, False
         if call is not None:
@@ -137,11 +137,11 @@ class OpenSample:
 
 
 class Samples:
-    """The samples under way. The first rank has them.
+    """The samples under way. Only the first rank has them.
 
     sources: the settings of each source of `plan`.
-    together: whether samples that are requested together go on together, after the replies to all of them. An engine
-        in this job then always gets the same batches.
+    together: whether samples that are requested together continue together, after the replies to all of them. An
+        engine in this job then always gets the same batches.
     alive: called about once per second while a method waits; may raise an error.
     """
 
@@ -160,7 +160,7 @@ class Samples:
         self.max_turns = max(source.max_turns for source in sources)
         self._next: list[OpenSample] = []  # the samples whose next turn is not requested yet
         self._requested: dict[int, OpenSample] = {}  # by the number of the request
-        #: the samples with a requested turn; those of one list go on together
+        #: the samples with a requested turn; the samples of one list continue together
         self._rounds: list[list[OpenSample]] = []
         self._finished: list[Sample] = []
         self._rewards: dict[int, PendingReward] = {}
@@ -169,7 +169,7 @@ class Samples:
         #: for each finished sample, by its number: the times of its first request and of its last completion
         self.times: dict[int, tuple[float, float]] = {}
         self.inbox = CompletionInbox(is_early=any(source.calls_from_any_thread for source in sources))
-        #: what `receive` takes: contents of the inbox, and futures of replies that are done
+        #: the input of `receive`: contents of the inbox, and futures of replies that are done
         self._arrivals: SimpleQueue[Any] = SimpleQueue() if self.inbox.is_early else self.inbox.arrivals
         if self.inbox.is_early:
             threading.Thread(target=self._read_early, name="inbox of samples", daemon=True).start()
@@ -196,7 +196,7 @@ class Samples:
             self._next.append(sample)
 
     def take_requests(self) -> list[GenerationRequest]:
-        """Return the requests for the completions that are needed now; an engine must put these into the inbox."""
+        """Return the requests for the completions needed now. An engine must put the completions into the inbox."""
         samples, self._next, requests = self._next, [], list[GenerationRequest]()
         with self._lock:
             for sample in samples:
@@ -218,17 +218,14 @@ class Samples:
         return requests
 
     def next_requests(self) -> list[GenerationRequest]:
-        """Wait until completions are needed, and return their requests; [] if no sample is under way. Raises the
-        errors of `receive`.
-        """
+        """Wait until completions are needed, and return their requests, or [] at the end. Raises as `receive`."""
         while not self._next and self._rounds:
             if not self.receive(SECONDS_BETWEEN_LOOKS):
                 self.alive()
         return self.take_requests()
 
     def receive(self, seconds: float) -> bool:
-        """Take what has arrived, and wait up to `seconds` seconds for the first one; returns whether there is one.
-
+        """Take all arrivals, and wait up to `seconds` seconds for the first one; returns whether there was one.
         Raises ServerError if no server answers in time, UserFunctionError if a reward or a reply is invalid, and
         OverdueError if one of the user's functions does not return after a signal.
         """
@@ -242,7 +239,7 @@ class Samples:
         for sample in chain.from_iterable(self._complete_rounds()):
             if sample.goes_on is None and not sample.add_reply():
                 self._request_rewards(sample, sample.parts)
-        complete = self._complete_rounds()  # only those that have the rewards of their objects, too
+        complete = self._complete_rounds()  # without samples whose objects must still give their rewards
         self._rounds = [members for members in self._rounds if members not in complete]
         for sample in chain.from_iterable(complete):
             if sample.goes_on:
@@ -253,13 +250,13 @@ class Samples:
                 self._dropped.append(environment.end(sample.number, arguments))
                 for dropped in [dropped for dropped in self._dropped if dropped.done()]:
                     self._dropped.remove(dropped)
-                    dropped.result()  # raises the errors of objects that were dropped before
+                    dropped.result()  # raises the error of an object that was dropped earlier
             self.times[sample.number] = sample.requested_at, sample.ended_at
             self._finished.append(sample.sample())
         return bool(arrivals)
 
     def finished(self) -> list[Sample]:
-        """Return the samples finished since the last call. Their rewards may still be computed, see `rewarded`."""
+        """Return the samples finished since the last call. Rewards may be missing; `rewarded` waits for them."""
         samples, self._finished = self._finished, []
         return samples
 
@@ -273,19 +270,19 @@ class Samples:
         return sample
 
     def has_reward(self, sample: Sample) -> bool:
-        """Whether `rewarded` needs not wait. A sample of a checkpoint may have no reward; it is then requested."""
+        """Whether `rewarded` does not wait. If a sample of a checkpoint has no reward, this requests it."""
         reward = self._missing_reward(sample)
         return reward is None or reward.is_done
 
     def with_present_reward(self, sample: Sample) -> Sample:
-        """The sample with its reward, if it is computed already. Does not wait, and raises no error of the reward."""
+        """The sample, with its reward if the reward is done. Does not wait, and raises no error of the reward."""
         reward = self._rewards.get(sample.number)
         with suppress(Exception):
             return sample if reward is None or not reward.is_done else reward.added_to(sample)
         return sample
 
     def wait_until_dropped(self) -> None:
-        """Wait until the environment has dropped all its objects. Raises ValueError if the end of one fails."""
+        """Wait until the environment has dropped all its objects. Raises ValueError if an object fails at its end."""
         for source in self.sources:
             if source.reward is not None:
                 source.reward.compare_repeated()
@@ -295,13 +292,13 @@ class Samples:
             self._dropped.pop(0).result()
 
     def salvage(self) -> list[Sample]:
-        """Return the finished samples, without rewards, for a checkpoint. This neither waits nor raises their errors.
-        A sample with an environment remains under way.
+        """Return the finished samples, without rewards, for a checkpoint. This neither waits nor raises the errors of
+        samples. A sample with an environment remains under way.
         """
         for arrival in self._arrived(0.0):
             sample = self._requested.get(arrival[0]) if isinstance(arrival, tuple) else None
             if sample is None or sample.settings.environment is not None or isinstance(arrival[1], Exception):
-                self._arrivals.put(arrival)  # `receive` raises its error, or makes the calls about it
+                self._arrivals.put(arrival)  # for `receive`, which raises its error or makes its calls
             else:
                 self._add_completions([arrival])
         under_way = chain.from_iterable(self._rounds)
@@ -334,10 +331,9 @@ class Samples:
             self._arrivals.put(arrival)
 
     def _add_completions(self, arrivals: Sequence[Any]) -> tuple[list[OpenSample], list[Exception]]:
-        """Add completions to their samples; returns these samples, and the errors of requests."""
         completed, errors = list[OpenSample](), list[Exception]()
         for number, result, at in (arrival for arrival in arrivals if isinstance(arrival, tuple)):
-            if number not in self._requested:  # it has arrived before
+            if number not in self._requested:  # this completion has arrived before
                 continue
             if isinstance(result, Exception):
                 errors.append(result)
@@ -350,7 +346,7 @@ class Samples:
         return completed, errors
 
     def _call_about(self, sample: OpenSample, parts: Sequence[Completion], turn: int) -> None:
-        """Request the reply to a turn, or the rewards of a sample that ends with it; once for a turn."""
+        """Request the reply to a turn, or the rewards of a sample that ends with it; only once for a turn."""
         with self._lock:
             if turn in sample.reply_calls:
                 return
@@ -361,7 +357,7 @@ class Samples:
                 turns = sample.ended_turns(self.tokenizer, parts)
                 if (reply := environment.request(turns)) is not None:
                     call = turns, reply
-                    reply.add_done_callback(self._arrivals.put)  # it ends a wait of `receive`
+                    reply.add_done_callback(self._arrivals.put)  # ends a wait of `receive`
             sample.reply_calls[turn] = call
             if call is None:
                 self._request_rewards(sample, parts)
@@ -370,7 +366,7 @@ class Samples:
         return [members for members in self._rounds if not any(sample.is_waiting for sample in members)]
 
     def _missing_reward(self, sample: Sample) -> PendingReward | None:
-        """The reward of a finished sample, which may be of a checkpoint; None if the sample needs none or has one."""
+        """The reward of a finished sample, possibly from a checkpoint. None if none is missing."""
         if self.settings_of(sample.number).reward is None or sample.reward is not None:
             return None
         if sample.number not in self._rewards:
@@ -380,7 +376,7 @@ class Samples:
         return self._rewards[sample.number]
 
     def _request_rewards(self, sample: OpenSample, parts: Sequence[Completion]) -> None:
-        """Request the reward of a sample that has ended, and what its object gives for it, unless it is requested."""
+        """Request the reward of an ended sample, and its object's part, unless they are requested already."""
         with self._lock:
             if sample.settings.object_gives_reward and sample.object_reward is None:
                 assert sample.settings.environment is not None

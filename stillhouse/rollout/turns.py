@@ -1,4 +1,4 @@
-"""The turns of a sample, and the replies to them, which a registered environment gives."""
+"""The turns of a sample, and the replies to the turns, which a registered environment gives."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from stillhouse.rollout.records import NOT_GENERATED, Completion
 from stillhouse.user_code.environment import Episode
 from stillhouse.user_code.functions import Turn
 
-#: prompt, completion so far, record, and the record's `file:line`
+#: the prompt, the completion so far, the record, and the record's `file:line`
 CallArguments = tuple[str, str, Mapping[str, Any], str]
 
 
@@ -22,8 +22,9 @@ class Reply(NamedTuple):
     """The reply to a turn.
 
     content: the text of an environment, or the texts of the tools that the turn calls.
-    ids: its tokens, or a few more than were asked for from its beginning.
-    calls, errors: how many calls of tools it answers, and how many of them are errors.
+    ids: the reply's tokens. If it is long, this may be only its beginning, with at least as many tokens as were
+        requested.
+    calls, errors: the number of tool calls that it answers, and the number of errors among the answers.
     """
 
     content: Any
@@ -36,9 +37,9 @@ class Reply(NamedTuple):
 class SampleTurns:
     """A sample after a turn of the model.
 
-    arguments: of the user's function.
+    arguments: the arguments for the user's function.
     turns: the token ids of each turn of the model, int32.
-    replies: the earlier replies. At the sample's end, there may be one to the last turn, too.
+    replies: the replies to earlier turns. At the end of the sample, the last turn may have a reply, too.
     """
 
     number: int
@@ -48,8 +49,8 @@ class SampleTurns:
 
 
 class Calls(Protocol):
-    """Calls functions of the user or servers, by the configuration key and their path or URL. A future raises
-    UserFunctionError for a call that fails.
+    """Calls functions or servers by configuration key and path or URL. If a call fails, its future raises
+    UserFunctionError.
     """
 
     def request(self, key: str, path: str, *arguments: Any) -> Future[Any]: ...
@@ -57,10 +58,9 @@ class Calls(Protocol):
 
 @dataclass(frozen=True)
 class EpisodeCalls:
-    """The calls of an environment or of tools by their key and path, which get the turns of a sample as an `Episode`.
-
-    An episode without turns ends the sample's object.
-    takes_episodes: whether the calls get episodes. A function that is an environment has no state, and needs none.
+    """The calls of one environment, or of tools, by their key and path. They get the turns of a sample as an
+    `Episode`. An episode without turns ends the sample's object. takes_episodes: whether the calls get episodes. An
+    environment that is a function has no state, and needs no episodes.
     """
 
     calls: Calls
@@ -75,34 +75,32 @@ class EpisodeCalls:
 
 
 def done(value: Any) -> Future[Any]:
-    """A future with this result."""
+    """A future that is done and has this result."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future
 
 
 class TurnReplies(ABC):
-    """Replies to the turns of samples. May be called from any thread. calls: of the user's functions."""
+    """Replies to the turns of samples. Any thread may call the methods. calls: the calls of the user's functions."""
 
     def __init__(self, calls: EpisodeCalls, tokenizer: PreTrainedTokenizerBase):
         self._calls, self._tokenizer = calls, tokenizer
-        #: the special tokens, such as those that end a turn
-        self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     @abstractmethod
     def request(self, sample: SampleTurns) -> Future[Any] | None:
-        """Request the reply to the last turn; None if the sample ends with it. `reply` has its result."""
+        """Request the reply to the last turn. None if the sample ends with this turn. `reply` gets the future."""
 
     @abstractmethod
     def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
-        """The reply to the last turn, which has arrived; None, or one without tokens, if the sample ends.
-
-        sample, future: of `request`. most: only so many tokens from the beginning of the reply are needed. Raises
-        UserFunctionError, also for a reply that a sample cannot have.
+        """The reply to the last turn, which has arrived. The sample ends if the reply is None or has no tokens.
+        sample, future: the argument and the result of `request`. most: only this number of tokens from the beginning
+            of the reply is needed. Raises UserFunctionError if the call has failed, or if a sample cannot have this
+            reply.
         """
 
     def reward(self, sample: SampleTurns) -> Future[float]:
-        """Request the reward that the object of a sample gives at its end. The future raises UserFunctionError."""
+        """Request the reward that the object of a sample gives at the end. The future raises UserFunctionError."""
         return self._calls.request(sample.arguments, replace(self._episode(sample), wants_reward=True))
 
     def end(self, number: int, arguments: CallArguments) -> Future[None]:
@@ -110,7 +108,7 @@ class TurnReplies(ABC):
         return self._calls.request(arguments, Episode(number))
 
     def _episode(self, sample: SampleTurns) -> Episode:
-        """The turns of a sample and the replies to them, as the user's object gets them."""
+        """The turns of a sample and the replies to them, in the form for the user's object."""
         turns = tuple(self._turn(ids_N) for ids_N in sample.turns)
         return Episode(sample.number, turns, tuple(reply.content for reply in sample.replies))
 
@@ -119,8 +117,8 @@ class TurnReplies(ABC):
 
 
 def turn_texts(tokenizer: PreTrainedTokenizerBase, parts: Sequence[Completion]) -> list[Turn]:
-    """The texts of the turns and the replies in their order, without special tokens. There is a token of a reply
-    between two turns of the model, so that a checkpoint's tokens give the same turns.
+    """The texts of the turns and the replies in their order, without special tokens. Between two turns of the model
+    there is always a token of a reply, so the turns can be found in the tokens of a checkpoint.
     """
     completion = Completion.joined(parts)
     ids_N, is_generated_N = completion.ids_N, completion.versions_N != NOT_GENERATED

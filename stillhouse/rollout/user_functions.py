@@ -1,4 +1,4 @@
-"""The user's functions that the configuration names, and their calls about a run's completions."""
+"""The user's functions that the configuration names, and their calls for a run's completions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from stillhouse.parallel import log_rank0
 from stillhouse.rollout.records import Sampling
 from stillhouse.rollout.reward import RepeatedCall, RewardSum, WeightedCall
 from stillhouse.rollout.samples import SourceSettings
-from stillhouse.user_code.environment import environment_of
+from stillhouse.user_code.environment import Environment, environment_of
 from stillhouse.user_code.function_calls import FunctionCalls
 from stillhouse.user_code.function_state import has_state, state_text
 from stillhouse.user_code.functions import (
@@ -33,8 +33,8 @@ from stillhouse.user_code.functions import (
 
 
 def user_function(key: str, path: str, full_key: str | None = None) -> UserFunction:
-    """Import a function (see `load_function`). Raises ConfigError if it cannot be used. full_key: the key for this
-    error; None: `key`, which is the kind of the function.
+    """Import a function (see `load_function`). Raises ConfigError if it cannot be used. key: the kind of the
+    function. full_key: the key in the error, or None if it is `key`.
     """
     with as_config_error(full_key or key):
         return load_function(key, path, function_hint(path))
@@ -46,12 +46,10 @@ def loaded_functions(
     section: RolloutConfig | None,
     rollout_key: Callable[[int, str], str] = lambda _, key: f"rollout.{key}",
 ) -> list[UserFunction]:
-    """Import the functions and classes of the user that these sections name, and return them.
-
-    Raises ConfigError if one cannot be used (see `load_function`), or has a state that a checkpoint cannot have.
-
+    """Import the functions and classes of the user that these sections name, and return them. Raises ConfigError if a
+    function cannot be used (see `load_function`), or has a state that a checkpoint cannot contain.
     rollouts: the section rollout for each source of prompts. rollout_key: returns the full key of a source's key.
-    section: the section rollout itself, whose turns eval.prompts has.
+    section: the section rollout itself; eval.prompts has its turns.
     """
     functions = [user_function(CALLBACKS, path) for path in evaluation.callbacks]
     for function in functions:
@@ -69,7 +67,7 @@ def _functions_of(
     rollout: RolloutConfig, reward_kind: str, reward_key: str, full_key: Callable[[str], str]
 ) -> list[UserFunction]:
     """The functions of one source of prompts, or of eval.prompts. Raises the errors of `loaded_functions`.
-    reward_kind: the kind of its rewards. reward_key: their full key. full_key: returns that of another key.
+    reward_kind: the kind of its rewards. reward_key: their full key. full_key: returns the full key of another key.
     """
     environment = environment_of(rollout, full_key)
     rewards = [part.name for part in reward_parts(rollout.reward) if part.is_function]
@@ -81,22 +79,12 @@ def _functions_of(
         _require_state(function, rollout.workers, key)
     if has_part_of_object(rollout.reward):
         with as_config_error(reward_key):
-            named, classes = ("rollout", []) if environment is None else (environment.key, environment.functions)
-            rewarding = [function for function in classes if gives_reward(function)]
-            for function in rewarding:
-                require_synchronous(f"{function.path}.{REWARD_METHOD}", getattr(function.function, REWARD_METHOD))
-            if len(rewarding) != 1:
-                several = f" ({name_list(function.path for function in rewarding)})" if rewarding else ""
-                raise ValueError(
-                    f"got environment, but {len(rewarding)} classes in {named} have a method reward without arguments"
-                    f"{several}: expected one class (package.module:Class), whose reward() gives the reward of its "
-                    "sample"
-                )
+            _require_one_rewarding_class(environment)
     return [function for function, _ in functions]
 
 
 def _require_state(function: UserFunction, workers: int, key: str) -> None:
-    """Raise ConfigError for a function with a state that a checkpoint cannot have. key: its full key"""
+    """Raise ConfigError for a state that a checkpoint cannot contain. key: the full key of the function."""
     with as_config_error(key):
         if not has_state(function):
             return
@@ -109,10 +97,24 @@ def _require_state(function: UserFunction, workers: int, key: str) -> None:
         )
 
 
+def _require_one_rewarding_class(environment: Environment | None) -> None:
+    """Raise ValueError unless a sample has one object that gives a reward."""
+    key, functions = ("rollout", []) if environment is None else (environment.key, environment.functions)
+    rewarding = [function for function in functions if gives_reward(function)]
+    for function in rewarding:
+        require_synchronous(f"{function.path}.{REWARD_METHOD}", getattr(function.function, REWARD_METHOD))
+    if len(rewarding) != 1:
+        several = f" ({name_list(function.path for function in rewarding)})" if rewarding else ""
+        raise ValueError(
+            f"got environment, but {len(rewarding)} classes in {key} have a method reward without arguments"
+            f"{several}: expected one class (package.module:Class), whose reward() gives the reward of its sample"
+        )
+
+
 class CompletionCalls:
     """The rewards and the environments of a run's completions. sources: the settings of each source of prompts.
 
-    With `rollout.workers`, functions run in processes of their own, many calls at once. Otherwise they run in this
+    With `rollout.workers`, functions run in separate processes, with many calls at once. Otherwise they run in this
     process, in the thread that calls them, and their futures are done at once. A reward may also be a server.
     """
 
@@ -126,16 +128,16 @@ class CompletionCalls:
         reward_key: str = REWARD,
         compare_first: bool = False,
     ):
-        """rollouts, samplings: the section rollout, and how tokens are sampled, for each source of prompts.
+        """rollouts, samplings: the section rollout and the sampling settings for each source of prompts.
         reward_key: the key of the configuration that has the rewards. compare_first: whether the first call of each
-        reward is repeated, to warn of one that does not depend on its arguments alone.
+            reward is repeated, to warn about a reward that depends on more than its arguments.
         """
         rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]
         environments = [environment_of(source) for source in rollouts]
         paths = [(reward_key, part.name) for part in rewards if part.is_function]
         paths += [(one.key, one.path) for one in environments if one is not None]
         paths = list(dict.fromkeys(paths))
-        #: of the user's functions, but not of servers
+        #: the calls of the user's functions, without the calls of servers
         self.functions = FunctionCalls(paths, rollout.workers, rollout.worker_timeout, rollout.worker_memory)
         parts: dict[str, WeightedCall] = {}
         for path in (path for key, path in paths if key == reward_key):
@@ -172,12 +174,12 @@ class CompletionCalls:
             )
 
     def close(self) -> None:
-        """End the worker processes and the requests to servers; calls under way may never end."""
+        """End the worker processes and the requests to servers. Open calls may never end."""
         self.functions.close()
         for server in self._servers:
             server.close()
 
 
 def warn(line: str) -> None:
-    """Print a warning on the first rank."""
+    """Print a warning on rank 0."""
     log_rank0(f"warning: {line}")

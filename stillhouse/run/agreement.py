@@ -1,7 +1,7 @@
 """Checks before the first step that all ranks have the same configuration, the same data and the same folder.
 
-Ranks with different values would train a mixture of two runs without an error. If each machine had its own local
-folder, each checkpoint would lack the shards of the other machines, also without an error.
+Ranks with different values would train a mixture of two runs, without an error. If each machine had its own
+local folder, each checkpoint would lack the shards of the other machines, also without an error.
 """
 
 import socket
@@ -16,17 +16,16 @@ from stillhouse.output.disk import UNFINISHED, explained_write_errors
 from stillhouse.output.folder import library_versions
 from stillhouse.parallel import Ranks
 
-#: a network file system may hide a new file of another machine for at most this time, because it has a cache
+#: the maximum time for which the cache of a network file system may hide a new file of another machine
 _SECONDS_TO_SEE = 30.0
 
 
 def require_same_configuration(values: Mapping[str, Any], ranks: Ranks) -> list[str]:
     """Raise ConfigError on all ranks if their configurations differ; the error names the first different key.
-
     values: the configuration by dotted keys. Returns a warning for each library whose version on a rank differs from
-    the version on rank 0.
+        the version on rank 0.
     """
-    compared = {key: value for key, value in values.items() if key != "device"}  # a rank may name its own GPU
+    compared = {key: value for key, value in values.items() if key != "device"}  # each rank may name a different GPU
     if different := _differences(compared, ranks):
         key, rank, first, other = different[0]
         raise ConfigError(
@@ -59,7 +58,7 @@ def require_shared_folder(folder: Path, ranks: Ranks) -> None:
     created = not folder.exists()
     with explained_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probes[ranks.rank].touch()  # an empty file, which even a full disk can take
+        probes[ranks.rank].touch()  # an empty file, which can be created even on a full disk
     hosts = ranks.gather(socket.gethostname())
     end = time.monotonic() + _SECONDS_TO_SEE
     while (unseen := [rank for rank, probe in enumerate(probes) if not probe.exists()]) and time.monotonic() < end:

@@ -50,45 +50,23 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     """Load the tokenizers and the data of a run.
 
     stores: the signal stores, by the keys of the teachers' sections.
-    fits_teachers: whether sequences have room for what teachers in this job read. Otherwise, teachers read documents
-        one by one.
-
+    fits_teachers: whether sequences have room for the prompts of teachers in this job. Otherwise, teachers read
+        documents one by one.
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or the tokenizers.
     """
-    data, student, sections = config.data, config.student, config.teacher_sections
+    data, sections = config.data, config.teacher_sections
     for name, named in config.several.items():
         with as_config_error(f"teachers.{name}.prefix"):
             PrefixTemplate(name, named.prefix or "")  # raises ValueError for a malformed prefix
-    tokenizer, warnings = _load_tokenizers(student, sections, data.chat_template, stores)
-    is_set = data.chat_template is not None
-    processor = _media_processor("student", student, tokenizer, data, template_is_set=is_set)
+    tokenizer, warnings = _load_tokenizers(config.student, sections, data.chat_template, stores)
     in_job = {section: teacher for section, teacher in sections.items() if section not in stores}
-    route = None if config.teachers is None else config.teachers.route
-    readers: dict[str, TeacherMedia] = {}
-    for section, teacher in in_job.items():
-        if processor is not None and teacher.model is not None and not teacher.is_base_of(student):
-            other = _media_processor(section, teacher, processor.tokenizer, data, template_is_set=True)
-            reader = TeacherMedia(section, processor, other, is_routed=route is not None)
-            readers[section.partition(".")[2]] = reader
+    is_routed = config.teachers is not None and config.teachers.route is not None
+    processor, readers = _media_readers(data, config.student, in_job, tokenizer, is_routed=is_routed)
     source_tools = [
         _proven_tools(rollout, partial(config.rollout_key, number), tokenizer, processor)
         for number, rollout in enumerate(config.rollouts)
     ]
-    with as_config_error("student.model"):
-        end_ids = read_end_ids(student.model, student.revision, trust_remote_code=student.trust_remote_code)
-    environment = None if config.rollout is None else environment_of(config.rollout)
-    options = LoadOptions(
-        max_tokens=data.max_tokens,
-        tokens=config.objective.tokens,
-        on_error=data.on_error,
-        columns=() if route is None else (route,),
-        allowed={} if route is None else {route: list(config.several)},
-        prefixes={name: teacher.prefix for name, teacher in config.several.items() if teacher.prefix},
-        reader=route,
-        fits_teachers=fits_teachers,
-        tools=None if environment is None else environment.schemas,
-        end_ids=end_ids,
-    )
+    options = _load_options(config, fits_teachers=fits_teachers)
     splits = _Loader(data, options, tokenizer, processor, readers).splits(config.rollouts, source_tools)
     train, held_out = splits["train"], splits.get("eval")
     hashes = {which: documents.fingerprint() for which, documents in splits.items()}
@@ -105,7 +83,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
             f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
             "held-out metrics will look better than they are"
         )
-    # packed rows have gaps for what teachers in this job read; with rollouts, weights are shares of the prompts
+    # packed rows have gaps for the texts of teachers in this job; with rollouts, weights are shares of the prompts
     gaps = [section.partition(".")[2] for section in in_job] if fits_teachers else []
     weights = [source.weight for source in data.weighted_sources] if config.rollout is None else []
     pack = partial(
@@ -113,25 +91,65 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
         max_tokens=data.max_tokens,
         seed=config.seed,
         gaps=gaps,
-        together=route,
+        together=options.reader,
         media_inputs=media_inputs,
     )
     return Data(
-        tokenizer,
-        pack(train, weights=weights or None),
-        None if held_out is None else pack(held_out, shuffle=False),
-        hashes,
-        warnings,
-        splits.get("dataset"),
-        processor,
-        readers if media_inputs is not None else {},
-        processors,
+        tokenizer=tokenizer,
+        train=pack(train, weights=weights or None),
+        evaluation=None if held_out is None else pack(held_out, shuffle=False),
+        hashes=hashes,
+        warnings=warnings,
+        dataset=splits.get("dataset"),
+        processor=processor,
+        teacher_media=readers if media_inputs is not None else {},
+        processors=processors,
+    )
+
+
+def _media_readers(
+    data: DataConfig,
+    student: StudentConfig,
+    in_job: Mapping[str, TeacherConfig],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_routed: bool,
+) -> tuple[MediaProcessor | None, dict[str, TeacherMedia]]:
+    """The student's processor of media, or None, and by their names the readers of media of teachers in this job."""
+    has_template = data.chat_template is not None
+    processor = _media_processor("student", student, tokenizer, data, template_is_set=has_template)
+    readers: dict[str, TeacherMedia] = {}
+    for section, teacher in in_job.items():
+        if processor is not None and teacher.model is not None and not teacher.is_base_of(student):
+            other = _media_processor(section, teacher, processor.tokenizer, data, template_is_set=True)
+            readers[section.partition(".")[2]] = TeacherMedia(section, processor, other, is_routed=is_routed)
+    return processor, readers
+
+
+def _load_options(config: RunConfig, *, fits_teachers: bool) -> LoadOptions:
+    """The options for documents with completions. fits_teachers: see `load_run_data`."""
+    student = config.student
+    with as_config_error("student.model"):
+        end_ids = read_end_ids(student.model, student.revision, trust_remote_code=student.trust_remote_code)
+    environment = None if config.rollout is None else environment_of(config.rollout)
+    route = None if config.teachers is None else config.teachers.route
+    return LoadOptions(
+        max_tokens=config.data.max_tokens,
+        tokens=config.objective.tokens,
+        on_error=config.data.on_error,
+        columns=() if route is None else (route,),
+        allowed={} if route is None else {route: list(config.several)},
+        prefixes={name: teacher.prefix for name, teacher in config.several.items() if teacher.prefix},
+        reader=route,
+        fits_teachers=fits_teachers,
+        tools=None if environment is None else environment.schemas,
+        end_ids=end_ids,
     )
 
 
 @dataclass(frozen=True)
 class _Loader:
-    """Loads documents. options: those of documents of data.eval. The other fields: see `load_documents`."""
+    """Loads documents. options: the options for documents of data.eval. The other fields: see `load_documents`."""
 
     data: DataConfig
     options: LoadOptions
@@ -140,9 +158,8 @@ class _Loader:
     readers: Mapping[str, TeacherMedia]
 
     def splits(self, rollouts: Sequence[RolloutConfig], tools: Sequence[ToolSchemas]) -> dict[str, Documents]:
-        """The documents by split: train, eval if there are held-out ones, dataset if rollouts take a share from it.
-
-        rollouts: the section rollout for each source of prompts; without it, the training documents have completions.
+        """The documents by split: train, eval if documents are held out, dataset if rollouts take a share of it.
+        rollouts: the section rollout for each source of prompts; empty if the training documents have completions.
         tools: the schemas of the tools of each of these sources.
         """
         weighted, share = self.data.weighted_sources, self.data.eval
@@ -181,7 +198,7 @@ class _Loader:
         return {which: splits[which] for which in ("train", "dataset", "eval") if which in splits}
 
     def _train(self, sources: Sequence[tuple[str, ToolSchemas, RolloutConfig | None]]) -> Documents:
-        """The documents of sources of data.train; with the section rollout, prompts with their records."""
+        """The documents of sources of data.train. A source with a section rollout has prompts and records."""
         loaded: dict[str, Documents] = {}
         for path, tools, rollout in sources:
             options = replace(self.options, tools=tools)
@@ -227,8 +244,7 @@ def _proven_tools(
     tokenizer: PreTrainedTokenizerBase,
     processor: MediaProcessor | None,
 ) -> ToolSchemas:
-    """The schemas of the tools of one source of prompts. full_key: returns the full key of one of its keys.
-
+    """The schemas of the tools of one source of prompts. full_key: returns the full key for a key of the source.
     Raises ConfigError for tools that cannot be used, and for a chat template whose calls cannot be parsed, or which
     cannot write the replies of environments as turns.
     """
@@ -247,7 +263,7 @@ def _media_processor(
     *,
     template_is_set: bool,
 ) -> MediaProcessor | None:
-    """A model's processor of media; None if it has none. template_is_set: whether another chat template is used."""
+    """A model's processor of media, or None. template_is_set: whether another chat template replaces its own."""
     with as_config_error(f"{section}.model"):
         return find_media_processor(
             str(model.model),
@@ -262,7 +278,7 @@ def _media_processor(
 def _media_inputs(
     processor: MediaProcessor, readers: Mapping[str, TeacherMedia], splits: Collection[Documents]
 ) -> tuple[MediaInputs, dict[str, str], list[Any]]:
-    """The inputs from media, the hashes of the models' processors by their sections, and the processors' identity."""
+    """The inputs from media, the hashes of the processors by their models' sections, and their common identity."""
     for documents in splits:
         processor.check_texts(documents)
     teachers, identities = dict[str, MediaInputs | None](), {"student": processor.identity()}
@@ -283,9 +299,8 @@ def _load_tokenizers(
     chat_template: str | None,
     stores: Mapping[str, SignalStore],
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """Load the student's tokenizer. Returns the tokenizer and warnings. teachers, stores: by the teachers' sections.
-
-    Raises ValueError if a teacher has another tokenizer. Stores without a tokenizer are not compared here.
+    """Load the student's tokenizer, and return it with warnings. teachers, stores: by the keys of the teachers'
+    sections. Raises ValueError if a teacher has another tokenizer. Stores without a tokenizer are not compared here.
     """
     tokenizer, warnings = _tokenizer("student", student), list[str]()
     if chat_template is not None:
@@ -319,9 +334,8 @@ def _tokenizer(section: str, model: StudentConfig | TeacherConfig) -> PreTrained
 
 
 def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Set the chat template of a tokenizer. source: a file with a template, or another tokenizer.
-
-    Raises ValueError if there is no template, or if the template cannot render a conversation.
+    """Set the chat template of a tokenizer. source: a file with a template, or another tokenizer. Raises ValueError
+    if there is no template, or if the template cannot render a conversation.
     """
     require_template(source)
     template: str | dict[str, str] | None
@@ -344,10 +358,9 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
 def _require_same_conversation(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, accepted: Sequence[str], key: str
 ) -> None:
-    """Raise ConfigError if student and teacher have different chat templates or end-of-sequence tokens.
-
-    The teacher would score conversations in a format on which it was not trained.
-    accepted: the differences that the user allows, which is the value of `key` in the configuration.
+    """Raise ConfigError if student and teacher have different chat templates or end-of-sequence tokens. The teacher
+    would then score conversations in a format on which it was not trained. accepted: the differences that the user
+    allows; it is the value of `key` in the configuration.
     """
     if "eos" not in accepted and student.eos_token != teacher.eos_token:
         raise ConfigError(

@@ -1,7 +1,8 @@
-"""What a configuration names on this machine: models, data, functions, the folder of the run, the layout.
+"""Checks of the things on this machine that a configuration names: models, data, functions, the run's folder, the
+layout.
 
-A command checks it before it imports torch, so that a misspelt path is named within a second. What needs a model, a
-server or the hub is checked later.
+A command makes these checks before it imports torch, so that a misspelt path is reported within a second. Checks that
+need a model, a server or the hub are made later.
 """
 
 import os
@@ -22,21 +23,20 @@ from stillhouse.user_code.environment import environments
 from stillhouse.user_code.function_files import require_in_file
 
 Check = Callable[[Any], object]
-#: the most seconds to reach a server
+#: the time limit in seconds to reach a server
 _SECONDS = 5.0
-#: what a command needs, besides models
+#: the things that a command needs, besides models
 Need = Literal["data", "run", "servers"]
 
 
 def check_local(config: RunConfig, needs: Collection[Need]) -> None:
-    """Raise ConfigError with all mistakes.
-
-    needs: data: data and functions. run: the folder of the run, and a layout. servers: servers that listen already.
+    """Raise one ConfigError with all mistakes. needs: "data" for data and functions, "run" for the run's folder and a
+    layout, "servers" for servers that already listen.
     """
     data, prompts, teachers = config.data, config.eval.prompts, config.teacher_sections
     models = {"student": config.student, **teachers}
     rewards = [("eval.prompts.reward", part) for part in reward_parts(None if prompts is None else prompts.reward)]
-    rollout_keys: list[tuple[str, str]] = []  # the functions of rollouts, by their keys
+    rollout_keys: list[tuple[str, str]] = []  # pairs of the key and the path of a function of rollouts
     for number, rollout in enumerate(config.rollouts):
         rewards += [(config.rollout_key(number, "reward"), part) for part in reward_parts(rollout.reward)]
         for name in environments():
@@ -69,7 +69,7 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
         for key, folder in caches
         if "data" in needs and not os.path.isdir(folder)
     ]
-    for key, check, value in dict.fromkeys(checks):  # several sources of prompts may have one reward
+    for key, check, value in dict.fromkeys(checks):  # several sources of prompts may have the same reward
         try:
             with as_config_error(key):
                 check(value)
@@ -80,7 +80,7 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
 
 
 def require_writable(out: str) -> None:
-    """Raise ConfigError if a run's folder cannot be created or written. Creates a folder in it, and removes it."""
+    """Raise ConfigError if a run's folder cannot be written. Creates a temporary folder in it to check this."""
     folder = Path(out)
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
@@ -88,7 +88,7 @@ def require_writable(out: str) -> None:
     if os.environ.get("RANK", "0") != "0":  # only the first rank writes there
         return
     try:
-        # the permissions do not tell it: /proc, disks that are mounted read-only, and administrators
+        # permissions are not enough: for example for /proc, read-only disks, and administrators
         os.rmdir(tempfile.mkdtemp(prefix=".stillhouse-", dir=existing))
     except OSError as error:
         raise ConfigError(
@@ -101,7 +101,7 @@ def _require_function(path: str) -> None:
 
 
 def _require_server(url: str) -> None:
-    """Raise ValueError unless something listens at the address. `distill` waits for it, as long as timeout says."""
+    """Raise ValueError unless a server listens at the address. `distill` instead waits, up to its timeout."""
     address = urlsplit(url)
     try:
         port = address.port or (443 if address.scheme == "https" else 80)

@@ -1,7 +1,7 @@
 """The models of a run: identifies their files, loads the models, and prepares the student for training.
 
 With `student.init`, the student begins with some of the teacher's layers, or with random weights. Each process reads
-or computes its own shard of them; the values are the same under every layout.
+or computes only its own shard of these weights. The values are the same under every layout.
 """
 
 import os
@@ -56,13 +56,13 @@ class ModelSources:
     teachers: the sections of all teachers, by their keys
     parts: the losses in addition to the objective; each prepares the student
     mesh: the processes over which each model is distributed
-    seed: of new weights
-    offload: `parallel.offload`. packing: `data.packing`
+    seed: the seed of new weights
+    offload: the value of `parallel.offload`. packing: the value of `data.packing`
     recompute: whether the student uses activation checkpointing
-    autocast: the dtype of the student's activations under autocast; None: the dtype of its weights
+    autocast: the dtype of the student's activations under autocast, or None for the dtype of its weights
     multimodal: whether the models read media beside text
-    without_noise: whether the student is trained without dropout and routers' noise
-    removed_noise: the names of what the student does not have for this reason, when it has been built
+    without_noise: whether the student is trained without dropout and without the routers' noise
+    removed_noise: the names of the dropout and noise that were removed; filled when the student is built
     """
 
     student: StudentConfig
@@ -112,10 +112,11 @@ class ModelSources:
     ) -> ModelSource:
         """The source of a model of which each process reads its own shard from the model's files.
 
-        section: the key of the model's section. folder: other files than those of the section, such as a store's
-        device: the device of the weights; None: the run's device
+        section: the key of the model's section. folder: replaces the folder of the section, for example by that of a
+            store
+        device: the device of the weights, or None for the run's device
         offload: whether the weights are in host memory between uses
-        autocast: of the model's forward. weights: see `empty_decoder`
+        autocast: the dtype of the model's forward under autocast. weights: see `empty_decoder`
         """
         model = self.student if section == "student" else self.teachers[section]
         if model.trust_remote_code:
@@ -165,7 +166,7 @@ class ModelSources:
         return ModelSource(build, add_weights, name="student", is_proven=student.mtp is None)
 
     def _sharded_student(self) -> ModelSource:
-        """The source of this process's shard of the student. The weights are from files or from `student.init`.
+        """The source of this process's shard of the student, whose weights come from files or from `student.init`.
         Raises ConfigError if the teacher's layers do not fit the student.
         """
         if (init := self.student.init) is None:
@@ -174,10 +175,11 @@ class ModelSources:
         folder = None if teacher is None else local_folder(str(teacher.model), teacher.revision)
         source = self.sharded("student", offload=self.offload, autocast=self.autocast, weights=folder)
         config = read_configuration(local_folder(self.student.model, self.student.revision))
-        read: Callable[[Decoder], None]
         if folder is None:
             dtype = parse_dtype(self.student.dtype)
-            read = partial(_initialize_randomly, config=config, dtype=dtype, seed=self.seed)
+            read: Callable[[Decoder], None] = partial(
+                _initialize_randomly, config=config, dtype=dtype, seed=self.seed
+            )
         else:
             layers = _fitting_layers(init, text_config(config), text_config(read_configuration(folder)))
             read = partial(_read_layers, folder=folder, layers=layers)
@@ -191,7 +193,7 @@ class ModelSources:
         return replace(source, load_weights=load)
 
     def _draw(self, decoder: Decoder) -> None:
-        """Initialize the weights that are not in files: those of LoRA, of losses inside layers, of new MTP layers."""
+        """Initialize weights that are not in files: of LoRA, of losses inside layers, and of new MTP layers."""
         initialize_lora(decoder, self.seed)
         for loss in decoder.layer_losses.values():
             loss.initialize(self.seed)
@@ -199,8 +201,8 @@ class ModelSources:
             decoder.mtp.initialize(decoder.pretrained, self.seed)
 
     def _prepared(self, student: Decoder) -> Decoder:
-        """Freeze parts that are not trained, add the adapter, let each loss prepare the student, enable activation
-        checkpointing, set train mode.
+        """Freeze the parts that are not trained, add the adapter, let each loss prepare the student, enable
+        activation checkpointing, and set train mode.
         """
         with as_config_error("student.train"):
             train_parts(student, self.student.train)
@@ -219,12 +221,12 @@ class ModelSources:
 
 
 def teacher_fingerprint(teacher: TeacherConfig) -> str:
-    """A hash of a teacher's files and of its quantization; for a model on the hub, its commit replaces the files."""
+    """A hash of a teacher's files and of its quantization. For a model on the hub, its commit replaces the files."""
     return quantized_identity(source_fingerprint(str(teacher.model), teacher.revision), teacher.quantize)
 
 
 def source_fingerprint(name: str, revision: str | None) -> str:
-    """A hash of the files of a model's folder; for a model on the hub, its commit."""
+    """A hash of the files of a model's folder, or the commit of a model on the hub."""
     if os.path.isdir(name):
         return model_fingerprint(name)
     return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])).name
@@ -238,10 +240,9 @@ def load_model(
     autocast: torch.dtype | None = None,
     multimodal: bool = False,
 ) -> Decoder:
-    """Load a model and check that its weights are finite.
-
-    which: the model's name in error messages. autocast: the dtype of its activations; None: that of its weights.
-    multimodal: whether it reads media beside text
+    """Load a model and check that its weights are finite. which: the model's name in error messages. autocast: the
+    dtype of its activations, or None for the dtype of its weights. multimodal: whether the model reads media beside
+    text.
     """
     try:
         decoder = Decoder.from_pretrained(
@@ -264,21 +265,21 @@ def load_model(
 
 
 def _read_layers(decoder: Decoder, folder: str, layers: Sequence[int]) -> None:
-    """Read the weights of the student's layers, and its other weights, from the teacher's folder. layers: the numbers
-    of the teacher's layers.
+    """Read the weights of the student's layers, and all its other weights, from the teacher's folder. layers: the
+    numbers of the teacher's layers.
     """
     with as_config_error(_INIT):
         numbered = numbered_layers(decoder)
     name = next(name for name, module in decoder.backbone.named_modules() if module is numbered)
     prefix = f"{decoder.backbone_name}.{name}."
     number = re.compile(rf"(?<=^{re.escape(prefix)})\d+(?=\.)")
-    # the student's layer in the name of its tensor becomes the teacher's
+    # in the name of a tensor, replace the number of the student's layer by the number of the teacher's layer
     in_teacher = partial(number.sub, lambda match: str(layers[int(match[0])]))
     read_weights(decoder, folder, renamed=in_teacher)
 
 
 def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher: PreTrainedConfig) -> list[int]:
-    """The numbers of the teacher's layers that the student gets. Raises ConfigError if they do not fit it."""
+    """The numbers of the teacher's layers that the student gets. Raises ConfigError if they do not fit."""
     ours, theirs = student.to_dict(), teacher.to_dict()
     different = [key for key in ours | theirs if key not in _MAY_DIFFER and ours.get(key) != theirs.get(key)]
     if different:
@@ -308,7 +309,7 @@ def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher:
 
 @torch.no_grad()
 def _initialize_randomly(decoder: Decoder, config: PreTrainedConfig, dtype: Any, seed: int) -> None:
-    """Initialize the full model in host memory, as transformers does, and copy this process's shard of it."""
+    """Initialize the full model in host memory, as transformers does, and copy this process's shard."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         multimodal = text_config(decoder.config) is not decoder.config

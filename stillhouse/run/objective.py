@@ -28,7 +28,7 @@ BY_ORIGIN = "objective.by_origin"
 class RunObjective:
     """The sections that decide what a run minimises.
 
-    rollouts: the section rollout for each source of prompts; empty without it.
+    rollouts: the section rollout for each source of prompts; empty without rollouts.
     rollout_key: returns the full key that sets a key of rollout for a source of prompts.
     """
 
@@ -49,7 +49,7 @@ class RunObjective:
         else:
             spec = ObjectiveSpec.from_origins(dict(zip(objective.by_origin.losses, specs.values(), strict=True)))
         if (teachers := self.teachers) is not None:
-            # without a route, the weights are normalised to the sum 1
+            # without a route, the weights are divided by their sum
             total = sum(teacher.weight for teacher in teachers.named.values()) if teachers.route is None else 1.0
             shares = {name: TeacherShare(one.weight / total, one.temperature) for name, one in teachers.named.items()}
             spec = replace(spec, teachers=shares, is_mixture=teachers.sum == "distributions")
@@ -78,16 +78,13 @@ class RunObjective:
         return self._parts(self.spec)
 
     def temperature_of(self, teacher: TeacherConfig) -> float:
-        """The temperature of a teacher's divergence: that of the teacher's section, or else of the objective."""
+        """The temperature of a teacher's divergence, from the teacher's section or else from the objective."""
         if isinstance(teacher, NamedTeacherConfig) and teacher.temperature is not None:
             return teacher.temperature
         return self.objective.temperature
 
     def in_words(self, stores: Mapping[str, SignalStore]) -> str:
-        """The resolved objective as a sentence: the first line that a run prints.
-
-        stores: by the keys of the teachers' sections
-        """
+        """The resolved objective as a sentence, which a run prints first. stores: by the teachers' sections."""
         teachers, over = "", ""
         if self.teacher is not None and (self.spec.needs_teacher or any(part.needs_teacher for part in self.parts)):
             store = stores.get("teacher")
@@ -119,7 +116,6 @@ class RunObjective:
         return f"minimise {self.spec.in_words()}{''.join(kind.in_words(sections) for kind in _part_types())}"
 
     def _targets_in_words(self) -> str:
-        """Describe which tokens are targets."""
         if not self.rollouts:
             if self.objective.tokens == "all":
                 return "all tokens, also those of prompts"
@@ -141,7 +137,7 @@ class RunObjective:
 
     def _parsed(self, key: str, loss: str) -> ObjectiveSpec:
         """Parse the expression of the run, or of one origin, and add the rollouts' correction, discount and sampling
-        temperature. Raises ConfigError if it contradicts the section `rollout`.
+        temperature. Raises ConfigError if the expression contradicts the section `rollout`.
         """
         temperature, is_squared = self.objective.temperature, self.objective.scale_by_temperature_squared
         spec = read_objective(loss, load_all("stillhouse.divergences"), temperature, is_squared)
@@ -171,7 +167,7 @@ class RunObjective:
         )
 
     def _require_rewards(self, key: str, loss: str, spec: ObjectiveSpec) -> None:
-        """Raise ConfigError if the objective and the rewards of all sources, or the discount, do not fit."""
+        """Raise ConfigError if the objective or the discount contradicts the rewards of the sources."""
         without = [number for number, rollout in enumerate(self.rollouts) if rollout.reward is None]
         if spec.needs_rewards and without:
             is_of_all = len(without) == len(self.rollouts)
@@ -186,7 +182,7 @@ class RunObjective:
 
 
 def _part_types() -> list[type[LossPart]]:
-    """The registered losses beside the objective, those of the student's section first."""
+    """The registered losses beside the objective; the losses of the student's section are first."""
     types = (kind.part() for kind in load_all("stillhouse.parts").values())
     return sorted(types, key=lambda kind: kind.key, reverse=True)
 
@@ -209,7 +205,6 @@ def _require_terms_of(key: str, loss: str, spec: ObjectiveSpec) -> None:
 
 
 def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:
-    """Describe the tokens over which a teacher's divergence is computed."""
     if store is None or store.signal.is_exact:
         return "over the full vocabulary"
     tail = f" (tail: {teacher.tail})" if store.signal.has_tail else ""

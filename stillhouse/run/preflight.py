@@ -1,7 +1,6 @@
-"""The checks of a run that need more than its configuration, ordered by their cost.
-
-`build_session` calls `check_before_loading` first, and `check_models` after the models are loaded. So each error is
-reported as early as possible.
+"""The checks of a run that need more than its configuration, ordered by their cost. `build_session` calls
+`check_before_loading` first, and `check_models` after the models are loaded. So each error is reported as early as
+possible.
 """
 
 import importlib.util
@@ -36,10 +35,10 @@ from stillhouse.user_code.environment import environments
 
 #: a run with fewer steps causes a warning, unless the configuration has train.steps
 FEW_STEPS = 10
-#: steps of fewer prompts cause a warning, unless the configuration has rollout.prompts_per_step
+#: steps with fewer prompts cause a warning, unless the configuration has rollout.prompts_per_step
 FEW_PROMPTS = 4
-#: train.min_learning_rate is a share of the peak. A value up to this one causes a warning, because the user may have
-#: meant a learning rate, as in other tools
+#: train.min_learning_rate is a share of the peak. A value up to this limit causes a warning, because the user may
+#: have meant a learning rate, as in other tools
 SMALL_FLOOR = 1e-4
 #: attention implementation → the package with its kernels, which transformers cannot run on a CPU
 FLASH_PACKAGES = {
@@ -61,7 +60,7 @@ def check_before_loading(setup: RunSetup) -> None:
             f"got {adapter.dropout:g}: expected 0.0, because the limits of policy_gradient and rollout.correction "
             "would act on the noise of dropout, which the completions do not have",
         )
-    # on all ranks, although only rank 0 calls them
+    # all ranks import the functions, although only rank 0 calls them
     loaded_functions(config.eval, config.rollouts, config.rollout, config.rollout_key)
     require_optimizer(config.train, setup.layout)
     device = setup.ranks.device
@@ -73,9 +72,9 @@ def check_models(
     decoders: Mapping[str, Decoder], teachers: Mapping[str, TeacherConfig], data: Data, max_tokens: int
 ) -> list[str]:
     """Raise ValueError unless the models fit the data and the student can be saved. Returns warnings.
-
-    decoders: the student, and the teachers in this job, by the keys of their sections. teachers: all sections
-    max_tokens: the maximum of a document; rows of several documents in `data` may be longer
+    decoders: the student, and the teachers in this job, by the keys of their sections. teachers: all teachers'
+        sections
+    max_tokens: the maximum number of tokens of a document; rows of several documents in `data` may be longer
     """
     # the student reads the prefixes of teachers that are the student itself
     read_by_student = [section for section, teacher in teachers.items() if teacher.signals_from == "student"]
@@ -102,7 +101,7 @@ def require_adapters(student: StudentConfig) -> None:
 
 
 def noise_warnings(removed: Collection[str]) -> Iterator[str]:
-    """Yield a warning for the dropout and noise that the student does not have. removed: their names."""
+    """Yield a warning for the dropout and noise that were removed from the student. removed: their names."""
     if removed:
         yield (
             f"the student is trained without the dropout of its configuration ({name_list(removed)}): the ratios "
@@ -111,18 +110,19 @@ def noise_warnings(removed: Collection[str]) -> Iterator[str]:
 
 
 def require_attention(student: StudentConfig, teachers: Mapping[str, TeacherConfig], device: torch.device) -> None:
-    """Raise ConfigError if a model has flash attention, and the device or the installed packages do not support it.
-
-    teachers: the teachers' sections, by their keys
+    """Raise ConfigError if a model has flash attention, but the device or the installed packages do not support it.
+    teachers: the teachers' sections, by their keys.
     """
     models: list[tuple[str, StudentConfig | TeacherConfig]] = [("student", student), *teachers.items()]
     for section, model in models:
         package = FLASH_PACKAGES.get(model.attention or "")
-        if package is not None and device.type == "cpu":
+        if package is None:
+            continue
+        if device.type == "cpu":
             raise ConfigError(
                 f"{section}.attention", f"got {model.attention} on a CPU: expected sdpa, eager or null, or a GPU"
             )
-        if package is not None and not any(any(distributions(name=name)) for name in (package, "kernels")):
+        if not any(distributions(name=package)) and not any(distributions(name="kernels")):
             raise ConfigError(
                 f"{section}.attention",
                 f"got {model.attention}, and {package} is not installed: expected sdpa, eager or null, or "
@@ -138,7 +138,6 @@ def require_models_fit(
     device: torch.device,
 ) -> None:
     """Raise ConfigError if `quantize` or `offload` of a model is impossible under its layout or on the device.
-
     teachers: the teachers' sections, by their keys.
     own_layouts: the layouts of the teachers with the key `parallel`; all other teachers have the student's `layout`.
     """
@@ -159,10 +158,9 @@ def require_models_fit(
 def prompt_warnings(
     train: TrainConfig, rollout: RolloutConfig, plan: PromptPlan, max_tokens: int, policies: Iterable[PolicySettings]
 ) -> Iterator[str]:
-    """Yield a warning if steps have few prompts, and no key says so; one about `tokens_per_step` without effect; and
-    one about limits of a ratio that is 1.
-
-    policies: of the terms of the loss.
+    """Yield warnings for steps with few prompts if `rollout.prompts_per_step` is not set, for `tokens_per_step`
+    without effect, and for limits of a ratio that is always 1. policies: the policy settings of the terms of the
+    loss.
     """
     if rollout.prompts_per_step is not None and train.tokens_per_step != TrainConfig().tokens_per_step:
         yield (
@@ -185,7 +183,7 @@ def prompt_warnings(
 
 
 def same_model_warnings(setup: RunSetup, model_hashes: Mapping[str, str], student: Decoder) -> Iterator[str]:
-    """Yield a warning if student and teacher are the same model, and nothing but their difference is minimised."""
+    """Yield a warning if student and teacher are the same model, and the loss is only their divergence."""
     teacher, section = setup.config.teacher, setup.config.student
     if teacher is None or model_hashes.get("teacher") != model_hashes["student"] or noise_of(student.pretrained):
         return
@@ -200,9 +198,8 @@ def same_model_warnings(setup: RunSetup, model_hashes: Mapping[str, str], studen
 
 
 def evaluation_warnings(evaluation: EvalConfig, rollouts: Sequence[RolloutConfig]) -> Iterator[str]:
-    """Yield a warning if completions of training have several turns, and those of evaluations have one.
-
-    rollouts: the section rollout for each source of prompts
+    """Yield a warning if completions in training have several turns, and completions of evaluations have one.
+    rollouts: the section rollout for each source of prompts.
     """
     evaluations = [name for name in ("samples", "tasks") if getattr(evaluation, name)]
     keys = [key for key in environments() if any(getattr(rollout, key) for rollout in rollouts)]
@@ -215,9 +212,7 @@ def evaluation_warnings(evaluation: EvalConfig, rollouts: Sequence[RolloutConfig
 
 def schedule_warnings(train: TrainConfig, steps: int, data: Data, *, on_policy: bool) -> Iterator[str]:
     """Yield warnings for a run of few steps, steps with documents of a single teacher, a warm-up that lasts the whole
-    run, and a small `min_learning_rate`.
-
-    data: in the sequences that the run trains on.
+    run, and a small `min_learning_rate`. data: in the sequences on which the run trains.
     """
     tokens = len(data.train.documents.tokens_N)
     if train.steps is None and not on_policy and steps < FEW_STEPS:

@@ -58,10 +58,9 @@ from stillhouse.signals import SignalsLostError
 
 
 def distill(config: RunConfig) -> Path:
-    """Start or resume the run of a configuration; returns the run's folder. A complete run is not changed.
-
-    Raises ConfigError for a mistake in the configuration, and ValueError for a mistake in the data or models.
-    Until all checks have passed, nothing is written except the empty folder and the files of its lock.
+    """Start or resume the run of a configuration, and return the run's folder. A complete run is not changed.
+    Raises ConfigError for a mistake in the configuration, and ValueError for a mistake in the data or models. Until
+    all checks have passed, nothing is written except the empty folder and the files of its lock.
     """
     setup, folder = RunSetup(with_precision(config)), RunFolder(Path(config.out))
     _ = setup.objective.spec  # first, so that a misspelt loss is reported before an occupied folder
@@ -74,7 +73,7 @@ def distill(config: RunConfig) -> Path:
     session = build_session(setup, announce=is_first())
     require_shared_folder(folder.path, ranks)
     with closing(session), folder_lock(folder.path) if is_first() else nullcontext():
-        # another process may have written to the folder while this one loaded its models
+        # another process may have written to the folder while this process loaded its models
         paths = candidates(folder, resume, values) if is_first() else []
         if any(ranks.gather(folder.complete)):
             return _report_complete(folder)
@@ -133,7 +132,7 @@ def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: Intac
     with finishing("the final model"):
         try:
             tokens = held_out_tokens(models, data, session.loss.spec, progress.step)
-        except SignalsLostError as error:  # the model does not depend on these signals, so it is still written
+        except SignalsLostError as error:  # the model does not depend on these signals and is still written
             tokens = None
             log_rank0(f"warning: tokens.json is left out: {error}")
         if tokens is not None and is_first():
@@ -145,7 +144,7 @@ def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: Intac
 
 
 def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress: Progress) -> None:
-    """Write the adapter (if any), the hashes of all files, and the model last: its folder marks a complete run."""
+    """Write the adapter (if any), the hashes of all files, and last the model: its folder marks a complete run."""
     resume = folder.checkpoints / folder_name(progress.step) / RESUME
     models, data = session.models, session.data
     processor_files = data.processor_files
@@ -172,17 +171,15 @@ def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress:
 
 
 def prepare(config: RunConfig, *, announce: bool = True) -> Session:
-    """Load and check everything that the run needs.
-
-    announce: whether to print the resolved objective and the beginning of each phase
-
-    Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or models.
+    """Load and check everything that the run needs. announce: whether to print the resolved objective and the
+    beginning of each phase. Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the
+    data or models.
     """
     return build_session(RunSetup(with_precision(config)), announce=announce)
 
 
 def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
-    """As `prepare`. setup: made from a configuration whose precision `with_precision` has resolved"""
+    """As `prepare`. setup: made from a configuration in which `with_precision` has resolved the precision."""
     config, stores = setup.config, setup.stores
     loss = Loss(setup.objective.spec, setup.objective.in_words(stores))
     if announce:
@@ -241,20 +238,20 @@ def _enter(phase: str, announce: bool) -> None:
 
 
 def _in_rows(data: Data, models: Models, setup: RunSetup) -> Data:
-    """The same data; packed by length if a model of this job, on any process, runs one document per row."""
+    """The data, packed by length if a model of this job, on any process, runs one document per row."""
     decoders = [*models.engine.student.decoders, models.engine.student.teacher, *models.source.decoders.values()]
     has_rows = any(decoder is not None and decoder.packing.name == ROWS for decoder in decoders)
     if not models.ranks.largest(int(has_rows)):
         return data
     data, config, layout = replace(data, by_length=True), setup.config, setup.layout
-    if config.rollout is not None:  # each step packs its completions
+    if config.rollout is not None:  # with rollouts, each step packs its completions
         return data
     capacity = micro_batch_capacity(config.train, config.data.max_tokens, layout.degrees.data, layout.stages)
     return data.sorted_by_length(capacity, max(config.data.max_tokens, config.eval.micro_batch_tokens or capacity))
 
 
 def _schedule(data: Data, setup: RunSetup) -> tuple[Schedule, RolloutPlan | None]:
-    """The steps of the run, and the plan of their completions; None on a fixed dataset."""
+    """The steps of the run, and the plan of their completions, which is None in a run on a fixed dataset."""
     config, layout, max_tokens, rollout = setup.config, setup.layout, data.train.max_tokens, None
     if config.rollout is None:
         steps = make_step_schedule(config.train, len(data.train), max_tokens, layout.degrees.data, layout.stages)
@@ -269,9 +266,9 @@ def _schedule(data: Data, setup: RunSetup) -> tuple[Schedule, RolloutPlan | None
 def prompt_sources(
     rollouts: Sequence[RolloutConfig], sources: Sequence[SourceConfig], prompts: Documents, dataset: Documents | None
 ) -> list[PromptSource]:
-    """Return the sources of an on-policy run. prompts, dataset: their documents with prompts and with completions.
-
-    rollouts: the section rollout for each source. sources: those of data.train; empty for a single source
+    """Return the sources of an on-policy run. prompts, dataset: the documents with prompts, and those with
+    completions. rollouts: the section rollout for each source. sources: the sources of data.train; empty for a single
+    source.
     """
     weights = [source.weight for source in sources] or [1.0]
     dataset_sizes = iter([] if dataset is None else _set_sizes(dataset))
@@ -288,16 +285,15 @@ def prompt_sources(
 
 
 def _set_sizes(documents: Documents) -> list[int]:
-    """The number of documents of each set, which follow each other."""
     return [len(documents)] if documents.set_D is None else np.bincount(documents.set_D).tolist()
 
 
 def _identity(setup: RunSetup, models: Models, data: Data, model_hashes: dict[str, str]) -> RunIdentity:
-    """The hashes that a resumed run must have, with `COMPLETION_KEYS` for a run that generates completions. Raises
-    ValueError if these differ between ranks.
+    """The hashes that a resumed run must have. If the run generates completions, they include the values of
+    `COMPLETION_KEYS`. Raises ValueError if these values differ between ranks.
     """
     rollout, evaluation = setup.config.rollout, setup.config.eval
-    completes = evaluation.samples or evaluation.tasks or evaluation.prompts or evaluation.callbacks
+    completes = bool(evaluation.samples or evaluation.tasks or evaluation.prompts or evaluation.callbacks)
     if rollout is not None or completes:
         writer = models.student
         if rollout is not None and rollout.writer == "teacher" and not rollout.urls:
@@ -316,7 +312,7 @@ def _identity(setup: RunSetup, models: Models, data: Data, model_hashes: dict[st
 
 
 def _add_trained_ends(models: Models, data: Data, rollout: RolloutPlan | None) -> None:
-    """Add the tokens with which the student learns to stop: those of documents, and those that end completions."""
+    """Add the tokens that the student is trained to stop with: the ends of documents and of completions."""
     documents = data.train.documents if rollout is None else data.dataset
     ends = set[int]() if documents is None else set(documents.report.trained_ends)
     added = data.tokenizer.get_added_vocab()
@@ -327,7 +323,7 @@ def _add_trained_ends(models: Models, data: Data, rollout: RolloutPlan | None) -
 
 
 def steps_in_words(schedule: StepSchedule, max_tokens: int, rollout: RolloutPlan | None) -> str:
-    """The number of steps, and what a step has. max_tokens: of a packed sequence"""
+    """The number of steps, and the content of a step. max_tokens: the maximum tokens of a packed sequence."""
     if rollout is None:
         return (
             f"{schedule.steps:,} of {schedule.sequences_per_step} sequences (at most {max_tokens:,} tokens each), "
@@ -343,7 +339,7 @@ def steps_in_words(schedule: StepSchedule, max_tokens: int, rollout: RolloutPlan
 
 
 def data_reports(data: Data, schedule: StepSchedule) -> dict[str, DataReport]:
-    """The reports on used, cut and skipped records, by split. A split with several sets also has a report per set."""
+    """The reports on used, cut and skipped records, by split, and by set for a split with several sets."""
     reports = {"train": data.train.documents.report}
     if data.train.weights is not None:
         shares = data.train.trained_shares(schedule.total_sequences).tolist()

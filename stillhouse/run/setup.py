@@ -1,6 +1,5 @@
-"""Makes the objects of a run, a dry run (`check`) or a cache from a configuration.
-
-`RunSetup` has the full configuration. The objects that it makes get only the sections or the values that they need.
+"""Makes the objects of a run, a dry run (`check`) or a cache from a configuration. `RunSetup` has the full
+configuration. The objects that it makes get only the sections or the values that they need.
 """
 
 from dataclasses import replace
@@ -40,8 +39,7 @@ from stillhouse.signals import SignalSource, SignalStore, WeightAverage
 class RunSetup:
     """The objects that a configuration describes. A cached property makes its object at the first use.
 
-    warnings: filled by the first use of `ranks`: a warning for each library whose version differs between ranks
-
+    warnings: a warning for each library whose version differs between ranks; filled by the first use of `ranks`.
     Raises ConfigError if the configuration breaks a rule of `check_rules`.
     """
 
@@ -54,7 +52,7 @@ class RunSetup:
         sections = config.objective, config.student, config.teacher, config.teachers
         self.objective = RunObjective(*sections, config.rollouts, config.rollout_key)
 
-        #: the dtype of the student's matrix products; None: the dtype of its weights
+        #: the dtype of the student's matrix products, or None for the dtype of its weights
         self._autocast = torch.bfloat16 if config.train.precision == "bf16" else None
 
     @cached_property
@@ -65,7 +63,7 @@ class RunSetup:
     @cached_property
     def stores(self) -> dict[str, SignalStore]:
         """The signal stores, by the keys of the teachers' sections. Raises ConfigError if one cannot be used."""
-        tokens = self.config.train.micro_batch_tokens  # of a forward pass of a teacher with another tokenizer
+        tokens = self.config.train.micro_batch_tokens  # for forward passes of teachers with another tokenizer
         stored = {section: teacher for section, teacher in self.teachers.items() if teacher.source_kind.is_store}
         return {
             key: teacher.source_kind.open(key, teacher, self.objective, tokens) for key, teacher in stored.items()
@@ -99,9 +97,8 @@ class RunSetup:
 
     @cached_property
     def ranks(self) -> Ranks:
-        """All processes of the job. The first use connects them; it is a collective of all processes.
-
-        Raises ConfigError for an impossible layout, and if the ranks were started with different configurations.
+        """All processes of the job. The first use connects them and is a collective of all processes. Raises
+        ConfigError for an impossible layout, and if the ranks were started with different configurations.
         """
         own_layouts, device = self.own_layouts.values(), self.device
         for layout in (self.layout, *own_layouts):
@@ -116,10 +113,9 @@ class RunSetup:
 
     def model_hashes(self) -> dict[str, str]:
         """Fingerprints of the student and of the teachers, by the keys of their sections.
-
-        A fingerprint is a hash of the model's files, the commit of a model on the hub, or the identity of a store;
-        with `student.init`, the student's is also of the teacher's files, or of the seed of its initial weights. A
-        teacher that is the student itself has no fingerprint.
+        A fingerprint is a hash of the model's files, the commit of a model on the hub, or the identity of a store.
+        With `student.init`, the student's fingerprint also depends on the teacher's files, or on the seed of the
+        initial weights. A teacher that is the student itself has no fingerprint.
         """
         student, init = self.config.student, self.config.student.init
         file_hash = source_fingerprint(student.model, student.revision)
@@ -137,7 +133,7 @@ class RunSetup:
         return fingerprints
 
     def models(self, mesh: Mesh, *, multimodal: bool = False) -> ModelSources:
-        """The sources of the models, for the processes of a mesh. multimodal: whether they read media beside text."""
+        """The sources of the models for the processes of a mesh. multimodal: whether the models read media."""
         config = self.config
         return ModelSources(
             config.student,
@@ -155,7 +151,6 @@ class RunSetup:
 
     def engine(self, models: ModelSources, layout: Layout) -> tuple[Engine, SignalSource]:
         """Make the engine and the source of the teachers' signals. Each rank reads its own shard of the weights.
-
         Raises ConfigError if a model does not fit its layout.
         """
         config, mesh = self.config, models.mesh
@@ -186,15 +181,14 @@ class RunSetup:
         teachers = config.teacher, config.teachers, self.own_layouts, separate
         signals = TeacherSources(models, student, engine.autocast, average, self.stores, *teachers).source()
         if mesh.ranks.size > 1:
-            # ranks with different tokens need different dropout masks; tensor-parallel ranks need the same mask
+            # ranks with different tokens need different dropout masks; tensor-parallel ranks need the same masks
             torch.manual_seed(config.seed + mesh.ranks.rank - mesh.coordinate("tensor"))
         return engine, signals
 
 
 def with_precision(config: RunConfig) -> RunConfig:
-    """Replace `train.precision: auto` in the configuration by the best precision of this process's device.
-
-    The resolved value is compared between ranks and at a resume. So a run never mixes two precisions.
+    """Replace `train.precision: auto` in the configuration by the best precision of this process's device. The
+    resolved value is compared between ranks and at a resume, so a run never mixes two precisions.
     """
     if config.train.precision != "auto":
         return config
@@ -209,9 +203,8 @@ def device_of(name: str) -> torch.device:
 
 
 def configured_layout(parallel: ParallelConfig, processes: int, key: str = "parallel") -> Layout:
-    """The layout that a section describes. key: the section's key, for error messages
-
-    Raises ConfigError for an impossible layout (see `ParallelConfig.degrees`).
+    """The layout that a section describes. key: the section's key, for error messages. Raises ConfigError for an
+    impossible layout (see `ParallelConfig.degrees`).
     """
     return Layout(
         Degrees(**parallel.degrees(processes, key)),
@@ -224,14 +217,14 @@ def configured_layout(parallel: ParallelConfig, processes: int, key: str = "para
 
 
 def require_sharing(layout: Layout, device: torch.device) -> None:
-    """Raise ConfigError for `offload` on a CPU, and for an option of FSDP under a layout without FSDP."""
+    """Raise ConfigError for `offload` on a CPU, and for options of FSDP if the layout does not use FSDP."""
     for key in ("offload", "gather_dtype"):
         if getattr(layout, key):
             require_fsdp(f"parallel.{key}", layout, device)
 
 
 def require_fsdp(key: str, layout: Layout, device: torch.device) -> None:
-    """Raise ConfigError for an option of FSDP under a layout without FSDP, and for `offload` on a CPU."""
+    """Raise ConfigError for `offload` on a CPU, and for an option of FSDP if the layout does not use FSDP."""
     if key.endswith("offload") and device.type == "cpu":
         raise ConfigError(
             key, "got true on a CPU, where everything is in host memory already: expected false, or a GPU"

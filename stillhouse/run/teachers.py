@@ -50,9 +50,8 @@ from stillhouse.signals.signal_spec import SignalSpec
 def open_cross_tokenizer(
     section: str, teacher: TeacherConfig, objective: RunObjective, batch_tokens: int
 ) -> CrossTokenizerStore:
-    """Open the store of a teacher with another tokenizer. The store's `start` loads the teacher.
-
-    Raises ConfigError if the tokenizers cannot be aligned.
+    """Open the store of a teacher with another tokenizer. The store's `start` loads the teacher. Raises ConfigError
+    if the tokenizers cannot be aligned.
     """
     student = objective.student
     assert teacher.model is not None
@@ -80,30 +79,13 @@ def require_signals(
     data: Data,
     ranks: Ranks,
 ) -> None:
-    """Raise ConfigError if a signal store does not fit the data or the objective.
-
-    teachers: all teachers, by the keys of their sections
-
-    Servers score some documents here, to prove that they serve the teacher.
+    """Raise ConfigError if a signal store does not fit the data or the objective. teachers: all teachers, by the keys
+    of their sections. Servers score some documents here, to prove that they serve the teacher.
     """
     route = None if objective.teachers is None else objective.teachers.route
     for section, store in stores.items():
-        teacher, signal, several = teachers[section], store.signal, objective.teachers
-        temperature = objective.temperature_of(teacher)
-        if signal.temperature not in (None, temperature):
-            raise ConfigError(
-                "objective.temperature" if section == "teacher" else f"{section}.temperature",
-                f"got {temperature:g}, but {store.name} holds {signal}: expected the same "
-                "temperature, or hidden states, which give every temperature",
-            )
-        for key, loss in objective.objective.losses.items() if signal.kind == "sampled" else ():
-            if read_objective(loss, load_all("stillhouse.divergences")).divergence not in (None, forward_kl()):
-                raise ConfigError(key, f"got {loss!r}: sampled ids can only estimate forward_kl")
-        if several is not None and several.sum == "distributions" and not signal.is_exact:
-            raise ConfigError(
-                f"{section}.{teacher.signals_from}",
-                f"holds {signal}: expected hidden states, from which distributions can be summed",
-            )
+        teacher = teachers[section]
+        _require_objective(section, store, teacher, objective)
         with ranks.all_raise(ConfigError), as_config_error(f"{section}.{teacher.signals_from}"):
             train = _documents_of(section, route, data.train.documents)
             checked = {"data.train": [train]}
@@ -124,7 +106,7 @@ def require_signals(
 
 
 def _with_completion(documents: Documents, tokens_of_sources: Sequence[int]) -> Documents:
-    """The longest document, extended by the tokens of its source."""
+    """The document that is longest with a completion, extended by it. tokens_of_sources: its tokens by source."""
     set_D = np.zeros(len(documents), dtype=np.int64) if documents.set_D is None else documents.set_D
     added_D = np.array(tokens_of_sources)[set_D]
     number = int((documents.lengths_D + added_D).argmax())
@@ -134,8 +116,28 @@ def _with_completion(documents: Documents, tokens_of_sources: Sequence[int]) -> 
     return replace(longest, tokens_N=tokens_N, targets_N=targets_N, offsets=np.array([0, len(tokens_N)]))
 
 
+def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig, objective: RunObjective) -> None:
+    """Raise ConfigError if the objective cannot be computed from the store's signals."""
+    signal, temperature = store.signal, objective.temperature_of(teacher)
+    if signal.temperature not in (None, temperature):
+        raise ConfigError(
+            "objective.temperature" if section == "teacher" else f"{section}.temperature",
+            f"got {temperature:g}, but {store.name} holds {signal}: expected the same "
+            "temperature, or hidden states, which give every temperature",
+        )
+    for key, loss in objective.objective.losses.items() if signal.kind == "sampled" else ():
+        if read_objective(loss, load_all("stillhouse.divergences")).divergence not in (None, forward_kl()):
+            raise ConfigError(key, f"got {loss!r}: sampled ids can only estimate forward_kl")
+    several = objective.teachers
+    if several is not None and several.sum == "distributions" and not signal.is_exact:
+        raise ConfigError(
+            f"{section}.{teacher.signals_from}",
+            f"holds {signal}: expected hidden states, from which distributions can be summed",
+        )
+
+
 def _documents_of(section: str, route: str | None, documents: Documents) -> Documents:
-    """The documents that a teacher scores, with its prefix. route: the column that names the teacher of a document"""
+    """The documents that a teacher scores, with its prefix. route: the column that names the teacher, or None."""
     name = section.partition(".")[2]
     if route is not None:
         documents = documents.select([row for row, value in enumerate(documents.columns[route]) if value == name])
@@ -145,15 +147,13 @@ def _documents_of(section: str, route: str | None, documents: Documents) -> Docu
 def teacher_of_stages(
     models: ModelSources, teacher: TeacherConfig | None, layout: Layout, store: SignalStore | None, *, head_only: bool
 ) -> ModelSource | None:
-    """The source of the teacher whose layers run in the student's stages, or whose head is on the last stage.
-
-    teacher, store: the single teacher, and its signal store, if it has one
-    head_only: whether the teacher's layers do not run in the student's stages
-
-    None: no model of the teacher is needed in the student's stages.
+    """The source of the teacher whose layers run in the student's stages, or whose head is on the last stage. It is
+    None if the student's stages need no model of the teacher.
+    teacher, store: the single teacher, and its signal store if there is one.
+    head_only: whether the teacher's layers do not run in the student's stages.
     """
     if store is not None and store.signal.is_exact:
-        assert store.teacher_folder is not None  # else the head of another model would be read
+        assert store.teacher_folder is not None  # otherwise the head of another model would be read
         return models.sharded("teacher", offload=models.offload, folder=store.teacher_folder)
     if store is not None or teacher is None or not teacher.source_kind.runs_model or models.teacher_is_base:
         return None
@@ -167,7 +167,7 @@ def teacher_of_stages(
 class TeacherSources:
     """Builds the source of all teachers' signals for a student.
 
-    autocast: the dtype of the student's matrix products; None: the dtype of its weights
+    autocast: the dtype of the student's matrix products, or None for the dtype of its weights
     average: the average of the student's weights, if a teacher uses it
     stores: the signal stores, by the keys of the teachers' sections
     teacher, teachers: the sections `teacher` and `teachers`; a run has at most one of them
@@ -186,7 +186,7 @@ class TeacherSources:
     separate: Layout | None
 
     def source(self) -> SignalSource:
-        """A collective of all processes. Raises ConfigError if a model does not fit its layout."""
+        """Build the source. A collective of all processes. Raises ConfigError if a model does not fit its layout."""
         if self.teacher is not None:
             return self._source("teacher", self.teacher, self.student.teacher_head)
         if (teachers := self.teachers) is None:
@@ -206,7 +206,7 @@ class TeacherSources:
         return SeveralTeachers(sources, self.student, teachers.route, heads_are_sharded=is_sharded)
 
     def _source(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SignalSource:
-        """The source of one teacher. head: the teacher's head, on processes with the student's last stage."""
+        """The source of one teacher. head: the teacher's head, on processes that have the student's last stage."""
         store = self.stores.get(section)
         if store is None:
             source: SignalSource = teacher.source_kind.source(self, section, teacher, head)
@@ -236,9 +236,8 @@ class TeacherSources:
         return decoders
 
     def _heads(self, teachers: TeachersConfig, unsplit: Mapping[str, Decoder]) -> dict[str, TeacherHead]:
-        """The teachers' output heads, by name; empty on processes without the student's last stage.
-
-        Without FSDP, the heads are in host memory, and each head is copied to a buffer on the device for its use.
+        """The teachers' output heads, by the teachers' names; empty on processes without the student's last stage.
+        Without FSDP, the heads are in host memory, and each head is copied to a buffer on the device when it is used.
         """
         runner, is_sharded = self.student, self.student.mesh.is_sharded
         device = runner.device if is_sharded else torch.device("cpu")
@@ -249,7 +248,7 @@ class TeacherSources:
             runs_here = teacher.source_kind.runs_model and name not in unsplit
             if runs_here if store is None else store.signal.is_exact:
                 folder = None if store is None else store.teacher_folder
-                assert store is None or folder is not None  # else the head of another model would be read
+                assert store is None or folder is not None  # otherwise the head of another model would be read
                 source = self.models.sharded(section, device, offload=self.models.offload, folder=folder)
                 decoders[name] = load_head(source, runner.layout, runner.mesh)
                 has_values = source.has_values

@@ -1,4 +1,4 @@
-"""The calls of a run's functions: in this process, one after the other, or in worker processes, many at once.
+"""The calls of a run's functions: one after the other in this process, or many at once in worker processes.
 
 If a worker ends, hangs or runs out of memory, it is replaced, and its call is repeated once. All calls with the
 `Episode` of one sample go to one worker, which has the sample's object.
@@ -19,12 +19,12 @@ from stillhouse.user_code.environment import answer_of, episode_of
 from stillhouse.user_code.functions import UserFunctionError, about_completion
 from stillhouse.user_code.worker import ERROR, UNUSABLE, VALUE, LostError, Worker
 
-#: how often a call is made until it raises an error
+#: the number of attempts after which a call raises an error
 _ATTEMPTS = 2
 
 
 class CallLostError(UserFunctionError):
-    """A call has not returned, in two processes that had started."""
+    """A call has not returned in two processes, although both processes had started."""
 
 
 class _ClosedError(Exception):
@@ -33,8 +33,6 @@ class _ClosedError(Exception):
 
 @dataclass(eq=False)
 class _Call:
-    """A call of the function number `at`."""
-
     at: int
     arguments: tuple[Any, ...]
     future: "Future[Any]" = field(default_factory=Future)
@@ -44,9 +42,10 @@ class FunctionCalls:
     """Calls the user's functions by their configuration keys and paths.
 
     functions: pairs of key and path; the paths of tools are one text with spaces (see `answer_of`).
-    workers: the number of processes that call the functions; 0: this process, in the thread that requests a call.
-    seconds: the limit of a call in a worker. memory_gib: the GiB that a worker may allocate beside those of its
-        functions' modules.
+    workers: the number of processes that call the functions. If it is 0, this process calls them, in the requesting
+        thread.
+    seconds: the time limit of a call in a worker.
+    memory_gib: the memory in GiB that a worker may allocate in addition to the memory of its functions' modules.
     """
 
     def __init__(
@@ -60,9 +59,9 @@ class FunctionCalls:
         self._here = {} if workers else {name: answer_of(*name) for name in self._functions}
         self._lock, self._times = threading.Lock(), dict[str, tuple[int, float]]()
         self._changed, self._is_closed, self._workers = threading.Condition(), False, set[Worker]()
-        # calls that wait: for any worker, and those with an episode for the worker of its sample
+        # waiting calls: for any worker, and for one worker, which has the samples of their episodes
         self._for_any, self._for_worker = deque[_Call](), [deque[_Call]() for _ in range(workers)]
-        # by the number of a sample; its remainder would not do, because all samples of a source may have the same
+        # the worker of each sample; not number % workers, which may be equal for all samples of a source
         self._worker_of, self._next_worker = dict[int, int](), cycle(range(workers))
         self._threads = [
             threading.Thread(target=self._serve, args=(number,), name=f"worker {number}", daemon=True)
@@ -75,10 +74,9 @@ class FunctionCalls:
 
     def request(self, key: str, path: str, *arguments: Any) -> Future[Any]:
         """Start a call, and return the future of its result. arguments: (prompt, completion, record, source); for a
-        class also an `Episode`, and for a reward that takes them the turns.
-
-        A call that fails, or that two workers have not returned from, raises UserFunctionError: in this process at
-        once, in a worker by the future. If the workers are closed, the future is never done.
+        class also an `Episode`, and for a reward with an argument for turns also the turns.
+        UserFunctionError is raised if a call fails, or if it has not returned in two workers. In this process it is
+        raised at once; with workers, by the future. If the workers are closed, the future is never done.
         """
         if not self.are_elsewhere:
             started, future = time.monotonic(), Future[Any]()
@@ -105,7 +103,7 @@ class FunctionCalls:
         return times
 
     def close(self) -> None:
-        """Kill the workers and the programs that they have started; calls under way may never end."""
+        """Kill the workers and the programs that they have started. Open calls may never end."""
         with self._changed:
             self._is_closed = True
             for worker in self._workers:
@@ -120,10 +118,9 @@ class FunctionCalls:
             self._times[key] = count + 1, total + time.monotonic() - started
 
     def _serve(self, number: int) -> None:
-        """Make the calls of one worker, in a thread, until the calls are closed."""
         worker: Worker | None = None
         try:
-            with suppress(LostError, ValueError):  # the next call repeats the start, and has the error
+            with suppress(LostError, ValueError):  # the next call repeats the start, and raises the error
                 worker = self._start()
             while True:
                 with self._changed:
@@ -143,7 +140,7 @@ class FunctionCalls:
             self._end(worker)
 
     def _answer(self, call: _Call, worker: Worker | None) -> Worker | None:
-        """Make a call, and set the result of its future. Returns the worker for the next call, None if it is lost."""
+        """Make a call, and set its future. Returns the worker for the next call, or None if it is lost."""
         is_started, problem = False, ""
         for _ in range(_ATTEMPTS):
             is_started = worker is not None
@@ -170,7 +167,7 @@ class FunctionCalls:
         if not problem.startswith(name := self._name(call)):
             problem = f"{name} {problem}{about_completion(*call.arguments[1:4:2])}"
         first, *frames = problem.split("\n")
-        # a process that does not start is no fault of the call, and must not become a reply to a model
+        # if a process does not start, the call is not the cause, and the error must not become a reply to a model
         kind = CallLostError if is_started else UserFunctionError
         repeated = "; the call was repeated once, in a new process, with the same result"
         call.future.set_exception(kind("\n".join([first + repeated, *frames])))

@@ -1,4 +1,4 @@
-"""Looks for a function of the user in the text of its module, which is compiled, but not run. Needs no torch."""
+"""Looks for a function of the user in the text of its module. The text is compiled, but not run. Needs no torch."""
 
 import ast
 import importlib.util
@@ -10,14 +10,13 @@ from pathlib import Path
 
 from stillhouse.user_code.functions import in_words, no_function, no_module
 
-#: what may define names that the text does not have
+#: uses of these names may define names that are not in the text
 _DYNAMIC = ("globals", "exec", "setattr", "__getattr__", "__path__", "*")
 
 
 def require_in_file(path: str, hint: str = "") -> None:
-    """Raise ValueError if `package.module:function` is certainly not there, or in a text that is no Python.
-
-    Only its import tells everything else. hint: a text that the error adds if there is no such module.
+    """Raise ValueError if `package.module:function` certainly does not exist, or if its module's text is not valid
+    Python. Only an import can find other mistakes. hint: a text that the error adds if there is no such module.
     """
     module, _, function = path.partition(":")
     if module in sys.modules:
@@ -30,7 +29,7 @@ def require_in_file(path: str, hint: str = "") -> None:
     for part in rest:
         if spec is None:
             break
-        if spec.submodule_search_locations is None:  # only an import tells whether there are modules in it
+        if spec.submodule_search_locations is None:  # only an import can tell whether it has modules
             return
         names = _names(path, spec)
         parents.append(part)
@@ -45,18 +44,17 @@ def require_in_file(path: str, hint: str = "") -> None:
 
 
 def _names(path: str, spec: ModuleSpec) -> set[str]:
-    """All names that a module defines or uses anywhere; `_DYNAMIC` if they are not known.
-
-    path: of the function, for the error. Raises ValueError if the module's text is no Python.
+    """All names that a module defines or uses anywhere, or `_DYNAMIC` if they are not known. path: the function's
+    path, for the error. Raises ValueError if the module's text is not valid Python.
     """
     if spec.origin is None:  # a folder without __init__.py
         return set()
     if not spec.origin.endswith(".py"):
         return set(_DYNAMIC)
     try:
-        with warnings.catch_warnings(action="ignore"):  # its import prints them
+        with warnings.catch_warnings(action="ignore"):  # the import will print the warnings
             source = Path(spec.origin).read_bytes()
-            compile(source, spec.origin, "exec", dont_inherit=True)  # as an import does
+            compile(source, spec.origin, "exec", dont_inherit=True)  # in the same way as an import
             tree = ast.parse(source)
     except RecursionError:
         return set(_DYNAMIC)

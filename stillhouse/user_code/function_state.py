@@ -1,7 +1,8 @@
-"""What a checkpoint has of the user's functions: the state of those that have one, and the hashes of their sources.
+"""The user's functions in a checkpoint: the states of functions with a state, and the hashes of their sources.
 
 A function has a state if it has the methods `state_dict()` and `load_state_dict(state)`, or if it is a method of an
-object that has them. For a class, these must be class methods: the objects of its samples are made anew.
+object that has them. For a class, these must be class methods, because a resumed run makes the objects of samples
+anew.
 """
 
 import inspect
@@ -18,17 +19,17 @@ from stillhouse.hashing import file_hash
 from stillhouse.user_code.functions import UserFunction, UserFunctionError, method_of
 
 SAVE, LOAD = "state_dict", "load_state_dict"
-#: the most characters of a state as JSON
+#: the maximum number of characters of a state as JSON
 MOST_CHARACTERS = 2**24
-#: the folders of installed modules
+#: the names of folders of installed modules
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
 class FunctionStates:
-    """The user's functions of a run, in this process. with_state: those that have a state, by key and path.
+    """The user's functions of a run, in this process. with_state: the functions with a state, by key and path.
 
-    sources: the sha256 of the source files of their modules, and of all modules whose package is not installed, by
-        module; "" for a file that cannot be read.
+    sources: by module, the sha256 of its source file, or "" if the file cannot be read. These are the modules of the
+        functions and all modules whose package is not installed, without `__main__` and Stillhouse's own modules.
     """
 
     def __init__(self, functions: Iterable[UserFunction]):
@@ -41,11 +42,11 @@ class FunctionStates:
             for name, module in (sorted(sys.modules.items()) if functions else ())
             if isinstance(module, ModuleType) and isinstance(file := vars(module).get("__file__"), str)
         }
-        # a virtual environment may see packages of another Python, in other folders than its own
+        # a virtual environment may use packages of another Python, in folders outside of it
         standard = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
         for name, file in files.items():
             top = name.partition(".")[0]
-            package = files.get(top, file)  # it may make modules elsewhere, as torch.compile does
+            package = files.get(top, file)  # a package may create modules in other folders, as torch.compile does
             is_installed = not _INSTALLED.isdisjoint(package.parts) or any(map(package.is_relative_to, standard))
             is_of_user = name in named or (file.suffix == ".py" and not is_installed)
             if is_of_user and top not in ("__main__", "__mp_main__", __name__.partition(".")[0]):
@@ -59,10 +60,9 @@ class FunctionStates:
         return {name: state_text(function) for name, function in self.with_state.items()}
 
     def load(self, texts: Mapping[str, str], sources: Mapping[str, str], warn: Callable[[str], None]) -> None:
-        """Load the states of a checkpoint. texts, sources: `texts()` and `sources` when it was written.
-
-        warn: prints a line if the source of a module has changed, or if a state has no function, or vice versa.
-        Raises UserFunctionError if a function does not load its state.
+        """Load the states of a checkpoint. texts, sources: the values of `texts()` and `sources` in the checkpoint.
+        warn: prints a line if the source of a module has changed, if a state has no function, or if a function has no
+        state. Raises UserFunctionError if a function does not load its state.
         """
         if changed := [name for name, digest in self.sources.items() if sources.get(name, digest) != digest]:
             warn(
@@ -78,9 +78,9 @@ class FunctionStates:
 
 
 def has_state(function: UserFunction) -> bool:
-    """Whether a function has a state. Raises ValueError if it has only one of both methods."""
+    """Whether a function has a state. Raises ValueError if it has only one of the two methods."""
     owner = _owner(function)
-    # torch's class loads the state of a reward model, whose weights are no state of a run
+    # a reward model has the methods of torch's class, but its weights are not a state of the run
     if str(getattr(getattr(owner, LOAD, None), "__module__", "")).startswith("torch."):
         return False
     names = []
@@ -118,7 +118,7 @@ def state_text(function: UserFunction) -> str:
 
 
 def _owner(function: UserFunction) -> Any:
-    """The object that has the state: that of a bound method, or the function itself."""
+    """The object that has the state: the object of a bound method, or the function itself."""
     return getattr(function.function, "__self__", function.function)
 
 

@@ -1,8 +1,8 @@
-"""The user's own functions: rewards for completions, environments that reply to them, and evaluations.
+"""The user's own functions: rewards for completions, environments that reply to completions, and evaluations.
 
-An exception of a function, also SystemExit, is converted to an error that names the function and its call, with the
-traceback of the function's own frames. A function gets a copy of the record: later calls must not depend on earlier
-ones, or a resumed run could not repeat them.
+If a function raises an exception, even SystemExit, it is converted to an error that names the function and its call,
+with the traceback of the user's own frames. A function gets a copy of the record, because a resumed run can repeat
+calls only if later calls do not depend on earlier ones.
 """
 
 import copy
@@ -26,21 +26,21 @@ from stillhouse.preemption import OverdueError, interruptible
 
 CALLBACKS, REWARD, ENVIRONMENT = "eval.callbacks", "rollout.reward", "rollout.environment"
 EVAL_REWARD, TOOLS = "eval.prompts.reward", "rollout.tools"
-#: the argument by which a reward of TRL is recognised, and what the error then adds
+#: the argument by which a reward of TRL is recognised, and the text that the error then adds
 _OF_TRL = "completions"
 _WRAPPED = "; a reward of TRL gets and gives lists, and docs/coming_from.md has a wrapper for it"
-#: the parameters of the functions, except of callbacks, which get an `EvaluationContext`. prompt: the text that the
-#: model has continued; completion: the text of the completion without special tokens; record: the full record of the
-#: data. A reward returns a number, and may also take `turns`. An environment returns the text that follows the
-#: completion, or None at the end; it may also be a class (`_METHODS`)
+#: the parameters of all functions but callbacks, which get an `EvaluationContext`. prompt: the text before the
+#: completion; completion: the text of the completion without special tokens; record: the full record of the data.
+#: A reward returns a number, and may also take `turns`. An environment returns the text that follows the completion,
+#: or None at the end; it may also be a class (`_METHODS`)
 _PARAMETERS = ("prompt", "completion", "record")
-#: an argument that a reward may have in addition: a list of `Turn`
+#: an additional argument that a reward may have: a list of `Turn`
 TURNS = "turns"
-#: the method of an environment's or a tool's class that gives the sample's reward after the last turn
+#: the method of a class of an environment or of tools that gives the sample's reward after the last turn
 REWARD_METHOD = "reward"
 #: the methods of a class that is an environment, with their parameters. turn: the text of the model's last turn
 _METHODS: Mapping[str, tuple[str, ...]] = {"reset": ("prompt", "record"), "step": ("turn",)}
-#: how many frames of a traceback an error shows: from its beginning and from its end
+#: the numbers of frames of a traceback that an error shows: from the beginning and from the end
 _FIRST, _LAST = 2, 6
 #: the maximum number of characters shown of a completion, and of the message of a function's error
 _SHOWN, _WIDTH = 80, 400
@@ -50,7 +50,7 @@ _OWN = (__file__, preemption.__file__, *_IMPORT)
 
 
 class UserFunctionError(ValueError):
-    """A call of a function of the user has failed. A run then saves its finished steps, and can be continued."""
+    """A call of a function of the user has failed. The run then saves its finished steps, and can be continued."""
 
 
 def _folder() -> str:
@@ -61,12 +61,12 @@ def _folder() -> str:
 
 
 def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """Settings of the process that a function must not change: for each setting, how to read it and how to set it."""
+    """Settings of the process that a function must not change: functions that read and set each of them."""
     settings: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         "the working directory": (_folder, os.chdir)
     }
     torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "set_grad_enabled"):  # only if something has imported torch; a worker does not
+    if hasattr(torch, "set_grad_enabled"):  # only if torch was imported; a worker does not import it
         settings["torch's default dtype"] = (torch.get_default_dtype, torch.set_default_dtype)
         settings["whether torch records gradients"] = (torch.is_grad_enabled, torch.set_grad_enabled)
     return settings
@@ -76,7 +76,7 @@ class Turn(TypedDict):
     """A piece of a completion, as rewards and their servers get it.
 
     role: "environment" for a reply of `rollout.environment` or of `rollout.tools`.
-    text: without special tokens. In a reply of tools, it has all that the chat template writes between two turns.
+    text: the text without special tokens. A reply of tools includes all text of the chat template between two turns.
     """
 
     role: Literal["student", "environment"]
@@ -96,7 +96,7 @@ class UserFunction:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the function has an argument `turns`, also one that a decorator with `**` passes on."""
+        """Whether the function has an argument `turns`. A decorator with `**` may pass this argument on."""
         try:
             outer = inspect.signature(self.function, follow_wrapped=False).parameters
             inner = inspect.signature(self.function).parameters
@@ -107,8 +107,8 @@ class UserFunction:
 
     def __call__(self, *arguments: Any, about: str = "", **named: Any) -> Any:
         """Call the function. about: a text that error messages add, such as the completion. Raises UserFunctionError
-        if it raises an exception or changes settings of the process, OverdueError if it does not return after a
-        signal.
+        if the function raises an exception or changes settings of the process, and OverdueError if it does not return
+        after a signal.
         """
         settings = _settings()
         before = {name: read() for name, (read, _) in settings.items()}
@@ -131,10 +131,9 @@ class UserFunction:
 
 
 def load_function(key: str, path: str, hint: str = "") -> UserFunction:
-    """Import the function `package.module:function`, also from modules in the working directory.
-
-    hint: a text that the error adds if there is no such module. Raises ValueError for a function that cannot be
-    imported, is asynchronous, or does not accept the arguments of its kind.
+    """Import the function `package.module:function`, also from modules in the working directory. hint: a text that
+    the error adds if there is no such module. Raises ValueError for a function that cannot be imported, is
+    asynchronous, or does not accept the arguments of its kind.
     """
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
@@ -159,15 +158,15 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     require_synchronous(path, function)
     if key == ENVIRONMENT and inspect.isclass(function):
         return load_class(loaded, _METHODS)
-    if key != TOOLS:  # the model reads the parameters of a tool
+    if key != TOOLS:  # a tool may have any parameters, because the model reads them
         named = (TURNS,) if key in (REWARD, EVAL_REWARD) and loaded.takes_turns else ()
         _require_parameters(path, function, parameters, named)
     return loaded
 
 
 def load_class(of: UserFunction, methods: Mapping[str, tuple[str, ...]]) -> UserFunction:
-    """Return a class of the user. methods: those that it must have, with their parameters; close is optional. Raises
-    ValueError for a class that needs arguments, or without these methods.
+    """Return a class of the user. methods: the methods that it must have, with their parameters; close is optional.
+    Raises ValueError if the class needs arguments or lacks a method.
     """
     path, made = of.path, of.function
     _require_parameters(path, made, ())
@@ -198,7 +197,7 @@ def require_synchronous(path: str, function: Callable[..., Any]) -> None:
 
 
 def gives_reward(of: UserFunction) -> bool:
-    """Whether this is a class whose objects give a reward: with a method `reward` that takes no arguments."""
+    """Whether this is a class whose objects give a reward, that is, with a method `reward` without arguments."""
     method = inspect.getattr_static(of.function, REWARD_METHOD, None) if inspect.isclass(of.function) else None
     try:
         return inspect.isfunction(method) and inspect.signature(method).bind("self") is not None
@@ -247,8 +246,8 @@ def checked_number(reward: UserFunction, value: Any, about: str) -> float:
 
 
 def finite_number(value: Any) -> float | None:
-    """A result, perhaps of numpy, as a float; None if it is not a number or not finite. Overridden methods of
-    subclasses of int and float are not called.
+    """A result, possibly of numpy, as a float, or None if it is not a finite number. Overridden methods of subclasses
+    of int and float are not called.
     """
     if (numpy := sys.modules.get("numpy")) is not None and isinstance(value, numpy.generic):
         value = value.item()
@@ -262,7 +261,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def shown(value: Any) -> str:
-    """A function's result for an error message: only its type, if its repr may be long or may raise an exception."""
+    """A function's result for an error message: only its type if the repr may be long or may fail."""
     if isinstance(value, str):
         return repr(str.__str__(value)[:_SHOWN])
     if isinstance(value, bool):
@@ -289,31 +288,23 @@ def about_completion(completion: str, source: str) -> str:
 
 
 class _ForeignCode(AbstractContextManager[object]):
-    """Convert exceptions of the block to UserFunctionError, except OverdueError and Ctrl-C. SystemExit is converted,
-    too: exit code 0 would mean a complete run. what, about: the text before and after the exception in the message.
+    """Convert exceptions of the block to UserFunctionError, except OverdueError and Ctrl-C. SystemExit is also
+    converted, because exit code 0 would mean a complete run. what, about: the text before and after the exception in
+    the message.
     """
 
     def __init__(self, what: str, about: str = ""):
         self._what, self._about = what, about
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        # Ctrl-C in a program that uses the library. In the command line and in worker processes, a signal handler of
-        # ours catches Ctrl-C and raises nothing, so there a KeyboardInterrupt comes from the function.
+        # In a program that uses the library, Ctrl-C raises KeyboardInterrupt. In the command line and in workers, our
+        # own signal handler catches Ctrl-C and raises nothing, so there the function has raised KeyboardInterrupt.
         raises_on_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         is_ctrl_c = isinstance(error, KeyboardInterrupt) and raises_on_ctrl_c
         if error is None or isinstance(error, OverdueError) or is_ctrl_c:
             return
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
-            trace = trace.tb_next
-        # the user's frames, without column numbers: they would add lines with markers
-        frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in extract_tb(trace)]
-        entries = StackSummary.from_list(frames).format()  # repeated frames become one entry
-        if len(entries) > _FIRST + _LAST:
-            left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
-            entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
         message = f"{self._what} raises {in_words(error)}{self._about}"
-        raise UserFunctionError("".join([message, "\n", *entries]).rstrip()) from error
+        raise UserFunctionError(message + _frames(error.__traceback__)) from error
 
 
 def _require_parameters(
@@ -335,8 +326,21 @@ def _require_parameters(
 
 
 def in_words(error: BaseException) -> str:
-    """The type of an error and the first line of its message, cut at `_WIDTH` characters."""
+    """The type of an error and the first line of its message, with at most `_WIDTH` characters."""
     message = str(TracebackException(type(error), error, None))
     first = escaped(message.strip().partition("\n")[0])
     shown = first if len(first) <= _WIDTH else f"{first[: _WIDTH - 3]}..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+
+
+def _frames(trace: TracebackType | None) -> str:
+    """The user's frames of a traceback, as lines that follow the message."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
+        trace = trace.tb_next
+    # column numbers are left out, because they would add lines with markers
+    frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in extract_tb(trace)]
+    entries = StackSummary.from_list(frames).format()  # repeated frames become one entry
+    if len(entries) > _FIRST + _LAST:
+        left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
+        entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
+    return "".join(["\n", *entries]).rstrip()

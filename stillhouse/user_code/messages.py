@@ -1,7 +1,8 @@
-"""Messages between a run and its workers, over a socket: each is complete within a time limit, or there is an error.
+"""Messages between a run and its workers, over a socket. Each message is complete within a time limit, or an error is
+raised.
 
-A message is its length in 8 bytes and then its content. The other process may stop anywhere, so the time limit holds
-for sending as it does for receiving.
+A message has its length in 8 bytes and then its content. The other process may stop at any time, so the time limit
+holds for both sending and receiving.
 """
 
 import math
@@ -14,11 +15,11 @@ from typing import TypeVar
 
 _LENGTH = struct.Struct("!Q")
 _MOST_AT_ONCE = 2**20
-#: how often a process that waits looks whether the other one still exists
+#: the interval at which a waiting process checks whether the other process still exists
 SECONDS_BETWEEN_LOOKS = 0.5
 
 Result = TypeVar("Result")
-#: whether the other process still exists; may raise an error to give up
+#: returns whether the other process still exists; may raise an error to end the wait
 Exists = Callable[[], bool]
 
 
@@ -26,8 +27,8 @@ class Messages:
     """One end of a connection, for one thread at a time. socket: the caller closes it.
 
     Sending and receiving raise TimeoutError if a message is not complete at the time `until` (`time.monotonic`),
-    EOFError if the other process has closed the connection or does not exist any more, and OSError for other problems
-    of the connection, which cannot be used after any of them.
+    EOFError if the other process has closed the connection or no longer exists, and OSError for other problems. After
+    any of these errors, the connection cannot be used.
     """
 
     def __init__(self, end: socket.socket):
@@ -43,7 +44,7 @@ class Messages:
         return self._receive(length, until, exists)
 
     def _receive(self, count: int, until: float, exists: Exists) -> bytes:
-        content = bytearray()  # grows, because the length may be that of a process which writes nonsense
+        content = bytearray()  # not allocated at once, because a broken process may send any length
         while missing := count - len(content):
             step = partial(self.socket.recv, min(missing, _MOST_AT_ONCE))
             part = self._when_possible(step, until, exists)
@@ -54,10 +55,10 @@ class Messages:
 
     def _when_possible(self, step: Callable[[], Result], until: float, exists: Exists) -> Result:
         while True:
-            # before the attempt: a process may write its last answer and end
+            # this check precedes the attempt, because a process may write its last answer and end
             is_last = not exists()
             seconds = until - time.monotonic()
-            # after the limit, what is there already is still taken, because this process may have been stopped itself
+            # after the limit, arrived bytes are still read, because this process itself may have been stopped
             self.socket.settimeout(None if seconds == math.inf else min(max(seconds, 0.001), SECONDS_BETWEEN_LOOKS))
             try:
                 return step()

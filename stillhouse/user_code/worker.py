@@ -1,10 +1,11 @@
-"""A worker process, which imports the user's functions and answers calls until its run ends: both of its ends.
+"""A worker process, which imports the user's functions and answers calls until its run ends: both ends of its
+connection.
 
 Workers are new Python processes without torch, and not forks, because functions of the user may hang in a fork of a
-process with threads and a device. Each is in a process group with a guard, a shell that waits for the end of a pipe
-from the run. If the run ends in any way, the guard kills the group, with the programs that a function has started.
-Requests come pickled, because records may have values that JSON lacks. Answers are JSON, so that the run never
-unpickles what a function returns.
+process with threads and a device. Each worker is in a process group with a guard: a shell that waits for the end of a
+pipe from the run. However the run ends, the guard kills the group, including the programs that a function has
+started. Requests are pickled, because records may have values that JSON lacks. Answers are JSON, so that the run
+never unpickles the result of a function.
 """
 
 import json
@@ -25,13 +26,13 @@ from stillhouse.process import limit_memory
 from stillhouse.user_code.environment import answer_of, episode_of
 from stillhouse.user_code.messages import SECONDS_BETWEEN_LOOKS, Messages
 
-#: the keys of an answer: a result; the message of an error; a reason for which the process is not usable any more
+#: the keys of an answer: a result; the message of an error; the reason why the process is no longer usable
 VALUE, ERROR, UNUSABLE = "value", "error", "unusable"
 #: the exit code of a process that cannot hold a request or its answer
 OUT_OF_MEMORY = 79
-#: seconds in which a worker must have imported the functions
+#: the time limit in seconds for a worker to import the functions
 SECONDS_TO_START = 600.0
-#: the kernel sends SIGHUP to a group of which a process is stopped when the run ends
+#: the guard ignores SIGHUP: the kernel sends it to the group if one of its processes is stopped when the run ends
 _GUARD = ("/bin/sh", "-c", "trap '' HUP; read line; kill -KILL 0")
 _WORKER = (
     "import json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings['path']; "
@@ -40,8 +41,9 @@ _WORKER = (
 
 
 def answer_calls(settings: Mapping[str, Any]) -> NoReturn:
-    """The main function of the process. settings: `descriptor` of the connection, `functions` as pairs of
-    configuration key and path, `memory_bytes` that the process may allocate in addition to what it has, or None.
+    """The main function of the process. settings: `descriptor` of the connection; `functions` as pairs of
+    configuration key and path; `memory_bytes`, which the process may allocate in addition to its present memory, or
+    None.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         # the run decides when its workers end; programs that a function starts get the default handlers
@@ -68,7 +70,7 @@ def answer_calls(settings: Mapping[str, Any]) -> NoReturn:
             except ValueError as error:
                 ran_out = is_limited and isinstance(error.__cause__, MemoryError)
                 answer = {UNUSABLE if ran_out else ERROR: str(error)}
-            with suppress(OSError, ValueError):  # a function may have closed it
+            with suppress(OSError, ValueError):  # a function may have closed stdout
                 sys.stdout.flush()
             send(answer)
     except (EOFError, ConnectionError):  # the run has closed the connection
@@ -78,7 +80,7 @@ def answer_calls(settings: Mapping[str, Any]) -> NoReturn:
 
 
 class LostError(Exception):
-    """A worker has ended, or does not answer. The message continues a sentence that begins with the function."""
+    """A worker has ended, or does not answer. The message continues a sentence whose subject is the function."""
 
 
 class Worker:
@@ -86,7 +88,7 @@ class Worker:
 
     def __init__(self, functions: Sequence[tuple[str, str]], memory_gib: float | None):
         self._memory_gib = memory_gib
-        self._samples: set[int] = set()  # those whose objects it may have
+        self._samples: set[int] = set()  # the samples whose objects the worker may have
         self._connection, its_connection = socket.socketpair()
         self._messages = Messages(self._connection)
         nothing = subprocess.DEVNULL
@@ -106,14 +108,14 @@ class Worker:
         its_connection.close()
 
     def require_started(self) -> None:
-        """Wait until the functions are imported. Raises ValueError if they cannot be imported any more."""
+        """Wait until the functions are imported. Raises ValueError if they can no longer be imported."""
         answer = self._answer(None, SECONDS_TO_START, "is not imported within {:g} s")
         if ERROR in answer:
             raise ValueError(answer[ERROR])
 
     def call(self, at: int, arguments: Any, seconds: float) -> Mapping[str, Any]:
-        """Call the function number `at`, and return its answer. seconds: the limit of a call, also for each call that
-        an object needs which is started again.
+        """Call the function number `at`, and return its answer. seconds: the time limit of one call. If an object is
+        started again, each of its calls has this limit.
         """
         try:
             request = bytes(ForkingPickler.dumps((at, arguments)))
@@ -123,7 +125,7 @@ class Worker:
                 f"({first_line(error)}): expected texts, numbers, lists and the like, or rollout.workers=0"
             ) from error
         calls, episode = 1, episode_of(arguments)
-        if episode is not None:  # an object that is started again gets all turns again
+        if episode is not None:  # if the object is started again, it gets all turns again
             turns = 1 if episode.number in self._samples else max(1, len(episode.turns))
             calls = turns + episode.wants_reward
             change = self._samples.discard if episode.has_ended else self._samples.add
@@ -133,10 +135,10 @@ class Worker:
         return self._answer(request, seconds * calls, late)
 
     def _answer(self, request: bytes | None, seconds: float, late: str) -> Mapping[str, Any]:
-        """The answer to a request, or the one at the start. seconds: from the first byte of the request on."""
+        """The answer to a request, or to the start if it is None. seconds: the time limit, from before sending."""
         until = time.monotonic() + seconds
 
-        def exists() -> bool:  # a program that the worker has started may keep the connection open for longer
+        def exists() -> bool:  # a program that the worker has started may keep the connection open longer
             return self._process.poll() is None
 
         try:
