@@ -142,29 +142,7 @@ def candidates(folder: RunFolder, resume: str, values: Mapping[str, Any]) -> lis
     if folder.path.is_dir() and any(not is_leftover(path) for path in folder.path.iterdir()):
         if resume == "never":
             raise ValueError(f"out: {folder.path} is not empty and checkpoint.resume is never; choose another folder")
-        path = folder.path / "config.yaml"
-        if not path.exists():
-            raise ValueError(f"out: {folder.path} contains other files and no run; choose an empty or a new folder")
-        try:
-            before = dotted_values(load_config(path))
-        except ConfigError as error:
-            raise ValueError(
-                f"out: {folder.path} does not contain a run of this version of stillhouse: {path} cannot be read as "
-                f"a configuration ({first_line(error)}); choose an empty or a new folder"
-            ) from error
-        there, here = _with_items(decisive_values(before)), _with_items(decisive_values(values))
-        different = list[str]()
-        for key in {**there, **here}:
-            if there.get(key) != here.get(key):
-                one, two = (json.dumps(side.get(key)) for side in (there, here))
-                is_short = max(len(one), len(two)) <= SHORT
-                different.append(f"{key} ({one} there, {two} here)" if is_short else key)
-        if different:
-            raise ValueError(
-                f"out: {folder.path} contains another run, with a different {', '.join(different)}; choose another "
-                "folder, or use the same configuration to continue that run. To train on from its weights, set "
-                "another out and checkpoint.resume to one of its checkpoints"
-            )
+        _require_same_run(folder.path, values)
     newest_first = checkpoints(folder.checkpoints)[::-1]
     return newest_first if resume in ("auto", "never") else _named_checkpoint(Path(resume), newest_first)
 
@@ -184,8 +162,8 @@ def open_checkpoint(
     fallback: whether a damaged checkpoint is renamed and the previous one is used (`checkpoint.fallback`)
     base: the name of the base model of the student's adapter
     Raises DamagedCheckpointError for damage if no older checkpoint may be used, ValueError if configuration, data,
-    models or log have changed since this run wrote the checkpoint. For one of another run, there is only a warning if
-    its adapter was trained on another base model.
+    models or log have changed since this run wrote the checkpoint. For a checkpoint of another run, there is
+    only a warning if its adapter was trained on another base model.
     """
     paths = [Path(name) for name in ranks.from_first([str(path) for path in paths])]
     damaged: dict[Path, DamagedCheckpointError] = {}
@@ -267,6 +245,32 @@ def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentit
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return [name for name, source_hash in now.items() if before.get(name) != source_hash]
+
+
+def _require_same_run(folder: Path, values: Mapping[str, Any]) -> None:
+    path = folder / "config.yaml"
+    if not path.exists():
+        raise ValueError(f"out: {folder} contains other files and no run; choose an empty or a new folder")
+    try:
+        before = dotted_values(load_config(path))
+    except ConfigError as error:
+        raise ValueError(
+            f"out: {folder} does not contain a run of this version of stillhouse: {path} cannot be read as a "
+            f"configuration ({first_line(error)}); choose an empty or a new folder"
+        ) from error
+    there, here = _with_items(decisive_values(before)), _with_items(decisive_values(values))
+    different = list[str]()
+    for key in {**there, **here}:
+        if there.get(key) != here.get(key):
+            texts = [json.dumps(side.get(key)) for side in (there, here)]
+            # only short values are shown
+            different.append(key if max(map(len, texts)) > SHORT else f"{key} ({texts[0]} there, {texts[1]} here)")
+    if different:
+        raise ValueError(
+            f"out: {folder} contains another run, with a different {', '.join(different)}; choose another folder, "
+            "or use the same configuration to continue that run. To train on from its weights, set another out and "
+            "checkpoint.resume to one of its checkpoints"
+        )
 
 
 def _with_items(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,14 +81,17 @@ def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
                 print_escaped(f"{stop}; {_same_command(arguments, effect)}", err=True)
             return 128 + stop.number
         except (ValueError, OSError) as error:
+            message = str(error) or type(error).__name__
+            if "stillhouse.config" not in sys.modules:  # its import may have failed, and would fail again
+                return _report(error, message, FAILED)
             from stillhouse.config import ConfigError, MissingKeyError
 
             if not isinstance(error, ConfigError):
-                return _report(error, str(error) or type(error).__name__, FAILED)
+                return _report(error, message, FAILED)
             keys = [part.key for part in error.parts if isinstance(part, MissingKeyError)]
             missing = [OPTIONS[key][0] for key in keys if key in OPTIONS]
             hint = f"\n(set it in the file, as an override, or as an option: {', '.join(missing)})" if missing else ""
-            return _report(error, str(error) + hint, USAGE)
+            return _report(error, message + hint, USAGE)
         except RuntimeError as error:
             first = str(error).partition("\n")[0]
             if type(error).__name__ == "OutOfMemoryError":  # torch's; compared by name to avoid the import
@@ -142,9 +145,10 @@ def _usage(error: click.ClickException) -> str:
             message += f"; did you mean {similar[0]}?"
         # the option of a `configured` command may be the name of a key
         elif error.ctx is not None and any(part.metavar == ARGUMENTS for part in error.ctx.command.params):
-            from stillhouse.config import RunConfig, override_hint
+            with suppress(ValueError):  # the import fails if an add-on is refused
+                from stillhouse.config import RunConfig, override_hint
 
-            message += override_hint(error.option_name, RunConfig)
+                message += override_hint(error.option_name, RunConfig)
     command = re.match("No such command '(.*?)'", message)
     if command is not None and command[1] in _OTHER_NAMES:
         message += f" Did you mean '{_OTHER_NAMES[command[1]]}'?"

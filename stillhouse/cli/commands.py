@@ -132,7 +132,8 @@ def demo(out: Path, write: str | None) -> None:
         return
     from stillhouse.tools.demo.student import write_text_run
 
-    print_escaped(f"{out} has models, data and:\n  stillhouse distill {write_text_run(out)}")
+    config = write_text_run(out)
+    print_escaped(f"{out} has models, data and:\n  stillhouse distill {config}")
 
 
 @click.command()

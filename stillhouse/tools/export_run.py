@@ -175,12 +175,7 @@ def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, s
     stored = stored_tensors(source)
     wanted = None if dtype is None else parse_dtype(dtype)
     config, mtp_prefixes = (None, ()) if settings.mtp else _config_and_mtp(source)
-    kept: list[str] = []  # parts of the names of weights that transformers keeps in float32 for every dtype
-    if wanted in (torch.bfloat16, torch.float16) and (source / CONFIG_NAME).is_file():
-        full = read_configuration(str(source))
-        with reading(f"{full.name_or_path}: its configuration cannot be read"), torch.device("meta"):
-            model = auto_class(full, multimodal=True).from_config(full, trust_remote_code=False)
-        kept = sorted(model._keep_in_fp32_modules_strict or [])
+    kept = _kept_in_float32(source) if wanted in (torch.bfloat16, torch.float16) else []
     with ExitStack() as opened:
         paths = [source / name for name in sorted(names) if name.endswith(_WEIGHTS)]
         files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]
@@ -208,12 +203,8 @@ def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, s
         config.save_pretrained(target)
     _copy_others(source, names, target)
     if dtype is not None and (target / CONFIG_NAME).is_file():
-
-        def with_dtype(section: dict[str, Any]) -> dict[str, Any]:
-            return {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in section.items()}
-
-        content = json.loads((target / CONFIG_NAME).read_bytes(), object_hook=with_dtype)
-        (target / CONFIG_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        content = json.loads((target / CONFIG_NAME).read_bytes())
+        (target / CONFIG_NAME).write_text(json.dumps(_with_dtype(content, dtype), indent=2) + "\n", encoding="utf-8")
 
 
 def _copy_others(source: Path, names: Iterable[str], target: Path) -> None:
@@ -223,6 +214,21 @@ def _copy_others(source: Path, names: Iterable[str], target: Path) -> None:
         if not is_weights and not (target / name).exists():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
+
+
+def _kept_in_float32(source: Path) -> list[str]:
+    """The parts of the names of weights that transformers keeps in float32 for every dtype of the model."""
+    if not (source / CONFIG_NAME).is_file():
+        return []
+    config = read_configuration(str(source))
+    with reading(f"{config.name_or_path}: its configuration cannot be read"), torch.device("meta"):
+        model = auto_class(config, multimodal=True).from_config(config, trust_remote_code=False)
+    return sorted(model._keep_in_fp32_modules_strict or [])
+
+
+def _with_dtype(content: dict[str, Any], dtype: str) -> dict[str, Any]:
+    nested = {key: _with_dtype(value, dtype) if isinstance(value, dict) else value for key, value in content.items()}
+    return {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in nested.items()}
 
 
 def _model_card(

@@ -111,3 +111,21 @@ def test_an_add_on_with_the_name_of_another_key_is_refused(tmp_path: Path, group
     done = run_python("import stillhouse.config", tmp_path, ROOT)
     error = f"add_on 1.0 registers {name!r} in {group}, and {key} is a key already: register it under another name"
     assert f"ValueError: {error}\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"),
+    [
+        ("check train.steps=1", 1, r"error: add_on 1\.0 registers 'fsdp' in .*: register it under another name\n"),
+        ("check --steps 1", 2, r"error: no such option '--steps'\nsee `stillhouse check --help`\n"),
+    ],
+)
+def test_a_command_reports_a_refused_add_on_in_one_line(
+    tmp_path: Path, arguments: str, code: int, error: str
+) -> None:
+    write_distribution(
+        tmp_path, {"stillhouse.engines": {"fsdp": "kinds:Kind"}}, {"kinds.py": "class Kind: field = int, 0"}
+    )
+    done = run_python(f"from stillhouse.cli import run\nprint(run({arguments.split()}))", tmp_path, ROOT)
+    assert done.stdout == f"{code}\n", done.stderr
+    assert re.fullmatch(error, done.stderr), done.stderr

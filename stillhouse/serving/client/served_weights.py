@@ -125,15 +125,10 @@ class ServedWeights:
         self._proved = self.servers[url].probe, most
 
     def connect(self) -> None:
-        """Request the model name of each server, and with `keep` accept its weights as version 0. Raises ValueError
-        for a server that cannot be used, or that has other weights than the first one, which it is to keep.
+        """Request the model name of each server. If `keep` is true, accept the servers' weights as version 0.
+
+        Raises ValueError if a server cannot be used. If `keep` is true, all servers must have the same weights.
         """
-
-        def greedy(response: HttpAnswer) -> Answer:
-            answer = self.api.parse(response)
-            answer.require(_GREEDY, 1, self.vocabulary)
-            return answer
-
         for server in self.servers.values():
             ask = self.pool.asker(server.url)
             if other := self.api.other_version(ask):
@@ -150,16 +145,7 @@ class ServedWeights:
                         f"take its memory: {', '.join(sorted(left))}"
                     )
             if self.keep:
-                answers = [self._one_token(server, prompt, _GREEDY, greedy, 0) for prompt in self._prompts]
-                labels = {span.label or "" for answer in answers for span in answer.spans}
-                top_tokens = [(answer.ids[0], answer.log_probs[0]) for answer in answers]
-                self.top_tokens = self.top_tokens or top_tokens
-                if len(labels) != 1 or not same_weights(self.top_tokens, top_tokens):
-                    first = self.pool.servers[0].url
-                    raise ValueError(f"{server.url} has other weights than {first}: expected the same")
-                [label] = labels
-                self.versions[label] = 0
-                server.published = self.newest = Published(0, Path(), label, "model")
+                self._keep_weights(server)
             elif self.api.kind.after_temperature:
                 # the part of a sampling on which log-probabilities may depend
                 parts = [replace(one, max_new_tokens=1, stop=(), eos_ids=()) for one in self.samplings]
@@ -226,6 +212,24 @@ class ServedWeights:
         end = time.monotonic() + seconds
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
+
+    def _keep_weights(self, server: ServerState) -> None:
+        """Accept the server's weights as version 0. Raises ValueError if another server has other weights."""
+
+        def parse(response: HttpAnswer) -> Answer:
+            answer = self.api.parse(response)
+            answer.require(_GREEDY, 1, self.vocabulary)
+            return answer
+
+        answers = [self._one_token(server, prompt, _GREEDY, parse, 0) for prompt in self._prompts]
+        labels = {span.label or "" for answer in answers for span in answer.spans}
+        top_tokens = [(answer.ids[0], answer.log_probs[0]) for answer in answers]
+        self.top_tokens = self.top_tokens or top_tokens
+        if len(labels) != 1 or not same_weights(self.top_tokens, top_tokens):
+            raise ValueError(f"{server.url} has other weights than {self.pool.servers[0].url}: expected the same")
+        [label] = labels
+        self.versions[label] = 0
+        server.published = self.newest = Published(0, Path(), label, "model")
 
     def _one_token(
         self,

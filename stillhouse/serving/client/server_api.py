@@ -306,8 +306,10 @@ def require(response: HttpAnswer, what: str, hint: str = "", expected: Mapping[s
     except ValueError:
         content = response.text
     problem = "" if response.status == 200 else f"{response.status} {response.message}"
-    if not problem and expected and not (isinstance(content, dict) and expected.items() <= content.items()):
-        problem = f"got {response.message[:200]}, expected {json.dumps(expected)}"
+    if not problem and expected:
+        values = {key: content.get(key) for key in expected} if isinstance(content, dict) else None
+        if json.dumps(values) != json.dumps(expected):  # compared as JSON, because 1 == True in Python
+            problem = f"got {response.message or 'nothing'}, expected {json.dumps(expected)}"
     if problem:
         raise ServerError(f"{response.url}: {what} failed: {problem}{f'; {hint}' if hint else ''}")
     return content

@@ -14,7 +14,6 @@ import hashlib
 import json
 import sysconfig
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -63,13 +62,16 @@ def collect_documents(library: Path | None = None, end: float = 1.0) -> list[Nam
     library = library or Path(sysconfig.get_paths()["stdlib"])
     texts = dict[str, str]()
     for name, source in module_sources(library, end):
-        with suppress(SyntaxError):
+        try:
             tree = ast.parse(source)
-            texts[name] = "\n\n".join(text for _, text in sorted([*docstrings(tree), *comments(source, tree)]))
-    topics = library / "pydoc_data" / "topics.py"  # not every installation has it
-    for node in ast.parse(topics.read_text(encoding="utf-8")).body if topics.exists() else ():
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Dict):
-            texts |= {f"topic:{topic}": text for topic, text in ast.literal_eval(node.value).items()}
+        except SyntaxError:
+            continue
+        texts[name] = "\n\n".join(text for _, text in sorted([*docstrings(tree), *comments(source, tree)]))
+    topics = library / "pydoc_data" / "topics.py"
+    if topics.exists():  # some installations omit it
+        for node in ast.parse(topics.read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Dict):
+                texts |= {f"topic:{topic}": text for topic, text in ast.literal_eval(node.value).items()}
     documents = [NamedText(name, text) for name, text in texts.items() if name_hash(name) < end]
     return without_repeats(sorted(documents, key=lambda document: (name_hash(document.name), document.name)))
 
