@@ -28,7 +28,7 @@ from stillhouse.process import end_with_launcher, end_without_threads, error_lin
 
 FAILED, USAGE = 1, 2
 COMMANDS = "stillhouse.commands"
-#: ranks other than 0 wait so many seconds before they print an error, because rank 0 may print the same error
+#: seconds that ranks other than 0 wait before they print an error, because rank 0 may print the same error
 SECONDS_FOR_FIRST = 10.0
 
 OUT_OF_MEMORY = (
@@ -36,12 +36,12 @@ OUT_OF_MEMORY = (
     "train.activation_checkpointing=true; `stillhouse check` shows the peak memory of one step"
 )
 LOST_CONTACT = "lost contact with another rank, which has ended or hangs and may have printed an error of its own"
-#: what some commands do if they are given again after an interruption
+#: the effect of some commands if they are repeated after an interruption
 _EFFECTS = {
     "distill": "continues from the run's last checkpoint, or from the start if there is none yet",
     "cache": "continues with the first shard that is not complete",
 }
-#: other tools' names of our commands
+#: names that other tools use for our commands
 _OTHER_NAMES = dict.fromkeys(("train", "run", "sft", "gkd"), "distill") | {"eval": "evaluate", "vllm-serve": "serve"}
 
 
@@ -63,7 +63,7 @@ def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
 
     Errors that the user can fix are ValueError, OSError, a GPU out of memory and a lost connection to another rank.
     Their tracebacks are shown only with STILLHOUSE_TRACEBACK=1. Any other exception is a bug and keeps its traceback.
-    ends_process: the caller ends the process after this call, so that signals are ignored after it.
+    ends_process: whether the caller ends the process after this call. If so, signals are ignored after the call.
     """
 
     def stopped(number: int) -> str:
@@ -82,7 +82,7 @@ def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
             return 128 + stop.number
         except (ValueError, OSError) as error:
             message = str(error) or type(error).__name__
-            if "stillhouse.config" not in sys.modules:  # its import may have failed, and would fail again
+            if "stillhouse.config" not in sys.modules:  # its import may have failed, and must not be repeated
                 return _report(error, message, FAILED)
             from stillhouse.config import ConfigError, MissingKeyError
 
@@ -158,7 +158,7 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _same_command(arguments: Sequence[str], effect: str = "") -> str:
-    """The command, and the effect of giving it again. effect: ""; that of a command that was interrupted."""
+    """The command and the effect of repeating it; if `effect` is empty, the effect after an interruption."""
     # torchrun's command line is not available here
     command = "the same command" if "RANK" in os.environ else f"`{shlex.join(['stillhouse', *arguments])}`"
     return f"{command} {effect or _EFFECTS.get(next(iter(arguments), ''), 'starts again')}"
@@ -168,11 +168,11 @@ def _report(error: Exception, message: str, code: int) -> int:
     if os.environ.get("STILLHOUSE_TRACEBACK") == "1":
         traceback.print_exception(error)
     if os.environ.get("RANK", "0") != "0":
-        # if rank 0 has the same error, rank 0 prints it first, and torchrun ends the other ranks before they print
+        # if rank 0 has the same error, it prints the error first, and torchrun ends the other ranks before they print
         time.sleep(SECONDS_FOR_FIRST)
     line = error_line(brief(message))
     print_escaped(line, err=True)
-    if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:  # torchrun's summary then ends with the line
+    if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:  # torchrun's summary ends with this message
         extra = {"timestamp": str(int(time.time()))}
         content = {"message": {"message": line, "errorCode": code, "extraInfo": extra}}
         partial = Path(f"{path}.partial")  # torchrun fails if it reads an incomplete file

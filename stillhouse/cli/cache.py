@@ -18,7 +18,7 @@ _REMOVED = ("merge", "export", "import")
 
 
 class _Group(click.Group):
-    """Runs the command `write` if none is named: `stillhouse cache run.yaml` is `stillhouse cache write run.yaml`."""
+    """Adds `write` if no command is named: `stillhouse cache run.yaml` means `stillhouse cache write run.yaml`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         removed = args[0] if args and args[0] in _REMOVED else "--packed" if "--packed" in args else None
@@ -92,9 +92,8 @@ def write(
 def _with_student(
     arguments: tuple[str, ...], flags: dict[str, str | None]
 ) -> tuple[tuple[str, ...], dict[str, str | None]]:
-    """Set the student to the teacher if neither a file nor an option names a student.
-
-    A cache needs only the tokenizer of the student, which must be the teacher's tokenizer.
+    """Set the student to the teacher if neither a file nor an option names a student. A cache needs only the
+    tokenizer of the student, which must be the teacher's tokenizer.
     """
     if flags["student"] is not None or not all(map(is_override, arguments)):
         return arguments, flags
