@@ -56,7 +56,7 @@ def save_student(
 
 
 def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: int = FILE_BYTES) -> None:
-    """Write a checkpoint's weights into the files that transformers' `save_pretrained` would write for the full model.
+    """Write a checkpoint's weights into the same files as transformers' `save_pretrained` for the full model.
 
     part: this process's shard of the model. Host memory contains one file of at most `file_bytes` at a time. For a
     family whose weights transformers converts when it saves them (stacked experts), it contains the full model.
