@@ -69,10 +69,10 @@ class ServerRequest(Generic[T]):
     """One request.
 
     content: the body, or a function that returns the body for a server's URL. The function is called for each
-    attempt, in another thread if `is_slow`. parse: turns an answer into a result; raises ValueError for a damaged
-    answer.
-    tokens: the request's size. most_bytes: the limit of an answer's size. absent: advice for the user if the server
-    does not know the path (404). statuses: the statuses of answers that `parse` reads.
+    attempt, in another thread if `is_slow`.
+    parse: turns an answer into a result; raises ValueError for a damaged answer. statuses: the statuses of answers
+    that it reads. tokens: the request's size. most_bytes: the limit of an answer's size. absent: advice for the user
+    if the server does not know the path (404).
     """
 
     path: str
@@ -354,7 +354,7 @@ class ServerPool:
         raise RefusedError(f"{answer.url}: {problem}{hint}")
 
     def _announce(self, server: Server, problem: str) -> None:
-        """Warn once when a server fails, and once when it answers again. problem: the failure; empty for an answer."""
+        """Warn once when a server fails, and once when it answers again. problem: the failure; "" for an answer."""
         if problem and not server.is_failing:
             self._warn(f"the {self._model}'s server {server.url} fails, and is asked again: {problem}")
         elif not problem and server.is_failing:

@@ -1,6 +1,4 @@
-"""Completions from servers that have the student's weights. Each token has the version of the weights that generated
-it.
-"""
+"""Completions from servers that have the student's weights. The version of the weights is known for each token."""
 
 import json
 import math
