@@ -86,8 +86,7 @@ class ServerState:
 
 @dataclass(eq=False)
 class ServedWeights:
-    """The weights on the servers. versions: version numbers by label. newest: the version that all servers should
-    have.
+    """The weights on servers. versions: version numbers by label. newest: the version that all servers should have.
 
     samplings: the samplings of all requests. keep: whether the servers keep their own weights. If so, top_tokens are
     the top tokens after `_PROMPTS`. run_prefix: the beginning of the names of this run's adapters; "" if it is

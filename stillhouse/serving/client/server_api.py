@@ -177,9 +177,7 @@ class ServerApi(Protocol):
         """The requests for the signals of documents. Each request is for one or more consecutive documents."""
 
     def other_version(self, ask: Ask) -> str | None:
-        """A warning if the server runs another version of Stillhouse, otherwise None. Raises ValueError if the
-        formats of bodies differ.
-        """
+        """A warning if the server has another version of Stillhouse. Raises ValueError for another wire format."""
         return None
 
     # completions

@@ -104,9 +104,8 @@ def prove(
 ) -> Proof:
     """Score a few documents on every server. Raises ValueError for a wrong answer.
 
-    tokenizer: the student's tokenizer. local: the teacher in this process; the answers are compared with its signals.
-    head: the teacher's output head, for the cross-entropy of hidden states. media_inputs: makes the tensors of
-    images.
+    tokenizer: the student's tokenizer. local: the teacher in this process, with whose signals answers are compared.
+    head: the teacher's head, for the cross-entropy of hidden states. media_inputs: makes the tensors of images.
     """
     probes, spec, servers = make_probes(documents, media_inputs), store.signal, store.servers
     if store.teacher_folder is None:  # otherwise the tokenizer of the teacher's files is compared with the run's

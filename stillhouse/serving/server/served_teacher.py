@@ -1,8 +1,8 @@
 """The teacher of a server: the model, sharded over the ranks of the job, and the files that clients download.
 
 Rank 0 broadcasts each batch to the other tensor-parallel ranks as the bytes of one safetensors file, so that received
-bytes cannot run code. The number of bytes is sent before. Two special values of it mean that there is no batch yet
-(sent so that the collective does not time out), and that the server ends.
+bytes cannot run code. The number of bytes is sent first. Two special values of this number mean that there is no
+batch yet (so that the collective does not time out), and that the server ends.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ from stillhouse.signals.scorer import Outcome, Scorer, ScoreRequest, proven_medi
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 from stillhouse.signals.teacher_folder import head_of, save_teacher
 
-#: signals that one process can compute, and those under tensor parallelism ("sampled" needs the full vocabulary)
+#: the signals that one process can compute, and the signals under tensor parallelism ("sampled" needs all logits)
 SIGNALS = ("hidden", "top_k", "chosen", "sampled")
 SIGNALS_OF_SHARDS = ("hidden", "top_k", "chosen")
 #: seconds without a batch after which rank 0 broadcasts `_NOTHING`
@@ -61,9 +61,9 @@ RANK_SECONDS = 600.0
 class ServedTeacher:
     """A teacher (a `Role`), sharded over all processes of torchrun.
 
-    folder: an empty folder for the files that clients download (configuration, tokenizer, head); only the first
-    process writes to it. Raises ValueError if the model cannot be loaded, is damaged, or cannot be sharded over this
-    number of processes.
+    folder: an empty folder for the files that clients download (configuration, tokenizer, head). Only the first
+    process writes to this folder. Raises ValueError if the model cannot be loaded, is damaged, or cannot be sharded
+    over this number of processes.
     """
 
     def __init__(self, options: ModelOptions, folder: Path, batch_tokens: int, queue_tokens: int, max_top_k: int):
@@ -155,10 +155,10 @@ class ServedTeacher:
             self._broadcast(torch.tensor([_END]))
 
     def follow(self) -> None:
-        """Compute the first process's batches on another process, until the first one ends."""
+        """On another process than the first, compute the first process's batches until the first process ends."""
         while (length := int(self._broadcast(torch.zeros(1, dtype=torch.int64)))) != _END:
             if length != _NOTHING:
-                # no variable keeps the batch until the next one comes
+                # without a variable, which would keep the batch in memory until the next batch
                 self._scorer.score(_decoded(self._broadcast(torch.zeros(length, dtype=torch.uint8))))
 
     def _broadcast(self, values: Tensor) -> Tensor:
