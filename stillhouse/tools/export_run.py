@@ -1,7 +1,7 @@
 """Exports the student of a run or a checkpoint as a plain Hugging Face folder: `stillhouse export`.
 
-Under every layout, a checkpoint contains the student as full (not sharded) tensors. So an export needs one process
-and has one file of weights in memory at a time. Merging an adapter loads the full model into host memory.
+Under every layout, a checkpoint contains the student as full (not sharded) tensors. So an export needs only one
+process, with one file of weights in memory at a time. Merging an adapter loads the full model into host memory.
 """
 
 import json
@@ -49,8 +49,8 @@ _WEIGHTS, _STUDENT = ".safetensors", "student/"
 class ExportSettings:
     """The options of an export.
 
-    merge: whether an adapter is merged into its base. None: it is merged if there is one.
-    dtype: of the weights. None: the dtype of training. shard_bytes: the largest size of one file.
+    merge: whether an adapter is merged into its base. If it is None, an adapter is merged if there is one.
+    dtype: the dtype of the weights, or None for the dtype of training. shard_bytes: the largest size of one file.
     card: whether README.md is written. mtp: whether the student's MTP layers are exported.
     """
 
@@ -62,14 +62,14 @@ class ExportSettings:
 
 
 def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings) -> IntactCheckpoint:
-    """Write the student of a run's folder or of a checkpoint to the new folder `out`; returns the checkpoint.
+    """Write the student of a run's folder or of a checkpoint to the new folder `out`, and return the checkpoint.
 
-    step: if `path` is a run's folder: a number, "best" or "last" (None: last).
+    step: if `path` is a run's folder, its checkpoint: a number, "best", or "last", which None also means.
 
     Raises ValueError if the folder is not a run, if the checkpoint is damaged or removed during the export, if an
     adapter's base has changed, or if the dtype cannot represent the weights.
     """
-    out = out.resolve()  # it may be a link to an empty folder
+    out = out.resolve()  # `out` may be a link to an empty folder
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} exists and is not empty: expected a new folder")
     checkpoint = verified(_chosen(path, step), with_student=True)
@@ -110,7 +110,7 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
 def _write_student(
     checkpoint: IntactCheckpoint, base: StudentConfig | None, settings: ExportSettings, folder: Path, *, merges: bool
 ) -> None:
-    """Write the files of the student. base: of an adapter, which is merged into it if `merges`."""
+    """Write the files of the student. base: the base of the student's adapter. merges: whether both are merged."""
     student = checkpoint.path / "student"
     files = [name.removeprefix(_STUDENT) for name in checkpoint.state.files if name.startswith(_STUDENT)]
     models = checkpoint.state.progress.models
