@@ -146,7 +146,7 @@ def write_queue(folder: Path, state: QueueState) -> None:
 
 
 def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
-    """Raises ValueError if the checkpoint has no rollouts.safetensors, or if the file has another format."""
+    """Read the samples. Raises ValueError if the checkpoint has no rollouts.safetensors, or one of another format."""
     path = checkpoint.path / ROLLOUTS
     if ROLLOUTS not in checkpoint.state.files:
         raise DamagedCheckpointError(f"{checkpoint.path} has no {ROLLOUTS}: it is not of an on-policy run")
@@ -187,7 +187,7 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
 
 
 def _sample(arrays: Mapping[str, np.ndarray], number: int, tokens: slice, added: Mapping[str, Any]) -> Sample:
-    """added: for each further field, the values of all samples, or None if an earlier version wrote the file."""
+    """added: the values of all samples for each further field, or None if an earlier version wrote the file."""
     ids_N, log_probs_N, versions_N = (arrays[name][tokens] for name in ("ids_N", "log_probs_N", "versions_N"))
     sample = Sample(
         int(arrays["number_R"][number]),

@@ -135,7 +135,7 @@ def images_hash(tokens: np.ndarray, images: MediaTensors) -> str:
 
 
 def encode_images(documents: Sequence[tuple[np.ndarray, MediaTensors | None]]) -> ReceivedImages:
-    """The images' entries for a header's JSON, and their tensors. documents: the tokens of each, and images or None."""
+    """Encode images as entries of a header's JSON, and as tensors. documents: tokens, and images or None."""
     tensors: dict[str, Tensor] = {}
     sent: list[dict[str, Any] | None] = [None] * len(documents)
     for number, (tokens, images) in enumerate(documents):

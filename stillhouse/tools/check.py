@@ -214,7 +214,7 @@ def verdict(norms: Mapping[str, float]) -> str | None:
     """A sentence about losses whose gradients are much smaller than the largest, or None for a single loss.
 
     norms: the gradient norm of each loss with its coefficient. The norm of the cross-entropy with its z-loss is
-    ignored. So is the norm of a regulariser, unless it is the largest.
+    ignored, and the norm of a regulariser is ignored unless it is the largest.
     """
     norms = {name: norm for name, norm in norms.items() if name != WITH_Z_LOSS}
     largest = max(norms, key=lambda name: norms[name], default="")

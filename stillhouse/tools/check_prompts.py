@@ -116,7 +116,7 @@ def function_rows(session: Session) -> Iterator[tuple[str, str]]:
 
 
 class _StandIn:
-    """Completes every prompt with `STAND_IN`, because servers have other weights, and a copy may not fit into memory."""
+    """Completes every prompt with `STAND_IN`: the servers have other weights, and a copy may need too much memory."""
 
     def __init__(self, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]):
         self._ranks = ranks

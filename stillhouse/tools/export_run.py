@@ -160,9 +160,8 @@ def _chosen(path: Path, step: str | None) -> Path:
 
 
 def _config_and_mtp(source: Path) -> tuple[PretrainedConfig | None, tuple[str, ...]]:
-    """Return the configuration of a model's folder without MTP layers, and the prefixes of these layers' weights.
-
-    For a folder with only an adapter, the configuration is None.
+    """Return the configuration of a model's folder without MTP layers, and the prefixes of these layers' weights. For
+    a folder with only an adapter, the configuration is None.
     """
     if not (source / CONFIG_NAME).is_file():
         return None, ()

@@ -43,7 +43,7 @@ from stillhouse.signals import NoTeacher, SignalSource
 
 #: the relative difference up to which two float32 gradients count as equal
 SAME = 1e-4
-#: keys that change the computation of a layout, and that have no effect here
+#: keys that change the computation of a run's layout, and that this command does not use
 LEFT_OUT = ("train.compile", "train.residual_dtype", "parallel.gather_dtype", "parallel.offload")
 #: the number of micro-batches per process; each has one packed sequence
 MICRO_BATCHES = 2

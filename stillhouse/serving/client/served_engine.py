@@ -108,7 +108,6 @@ class ServedEngine:
         self, requests: Sequence[GenerationRequest], inbox: CompletionInbox | None = None
     ) -> list[Future[Completion]]:
         """Request completions, and return at once. Raises ValueError for ids outside the vocabulary.
-
         inbox: also receives the completions and the errors of the futures.
         """
         newest = self.weights.newest

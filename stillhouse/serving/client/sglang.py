@@ -81,8 +81,6 @@ class SglangApi(ServerApi):
     unknown_adapter = 400
     adapter_routes = ""
 
-    # signals
-
     def recognises(self, ask: Ask) -> bool:
         answer = ask("/get_model_info", None)
         return answer.status == 200 and '"model_path"' in answer.text
@@ -94,8 +92,6 @@ class SglangApi(ServerApi):
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
     ) -> list[ServerRequest[Scores]]:
         return [_scoring(spec, width, document) for document in documents]
-
-    # completions
 
     def body(
         self, model: str | None, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int, top: int = 0

@@ -118,7 +118,7 @@ def prove(
                     f"{server.url} does not tell its tokenizer, and an id beyond its vocabulary may stop it; "
                     "expected the model that the server has loaded"
                 ) from error
-    if spec.kind in ("chosen", "sampled"):  # these cannot be compared; "top_k" is compared instead
+    if spec.kind in ("chosen", "sampled"):  # for these, the answers of "top_k" are compared
         most = min([64, store.vocabulary or 64, *(s.max_top_k for s in servers if s.max_top_k is not None)])
         spec = replace(spec, kind="top_k", top_k=most if spec.kind == "sampled" else min(most, spec.top_k or most))
     first = store.scores(probes, url=servers[0].url, spec=spec)
@@ -162,7 +162,7 @@ def make_probes(documents: Documents, media_inputs: MediaInputs | None = None) -
     for number in numbers:
         assert media_inputs is not None
         whole = DocumentRows(documents.tokens(number), range(1), media=media_inputs.of(documents, number))
-        # at least up to a few tokens after the last image
+        # keep at least a few tokens after the last image
         tokens = whole.tokens[: max(PROBE_TOKENS, np.flatnonzero(_is_placeholder(whole))[-1] + 1 + LEAST_TOKENS)]
         probe = replace(whole, tokens=tokens, rows=range(len(tokens) - 1))
         if _changeable(probe).any():
@@ -184,7 +184,6 @@ def make_probes(documents: Documents, media_inputs: MediaInputs | None = None) -
 
 
 def _is_placeholder(document: DocumentRows) -> np.ndarray:
-    """Which tokens stand for features of images."""
     return np.isin(document.tokens, [] if document.media is None else list(document.media.placeholder_ids))
 
 
@@ -228,7 +227,7 @@ def _prove_server(
     _prove_alignment(url, partial(score, spec=spec), probes, answers)
     _prove_images(url, partial(score, spec=spec), probes, answers)
     temperature = spec.temperature
-    if temperature is not None and temperature != 1.0:  # must divide gaps of log-probabilities
+    if temperature is not None and temperature != 1.0:  # it must divide the gaps between log-probabilities
         at_1 = score(probes, spec=replace(spec, temperature=1.0))
         gap, gap_at_1 = (
             sum(float((answer["log_probs"][:, 0] - answer["log_probs"][:, -1]).double().sum()) for answer in scored)

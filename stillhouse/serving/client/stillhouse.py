@@ -63,8 +63,6 @@ class StillhouseApi(VllmApi):
     name = "stillhouse"
     names_adapters = False
 
-    # signals
-
     def recognises(self, ask: Ask) -> bool:
         answer = ask("/v1/info", None)
         return answer.status in (401, 403) or (answer.status == 200 and '"stillhouse"' in answer.text)
@@ -106,8 +104,6 @@ class StillhouseApi(VllmApi):
                 f"{versions}, whose bodies have format {WIRE_FORMAT}, not {server.wire}: expected the same version"
             )
         return None if server.stillhouse == __version__ else f"{versions}: expected the same version on both sides"
-
-    # completions
 
     def model_name(self, ask: Ask) -> str | None:
         return None

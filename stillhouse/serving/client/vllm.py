@@ -125,8 +125,6 @@ class VllmApi(ServerApi):
     name = "vllm"
     path = _GENERATE
 
-    # signals
-
     def recognises(self, ask: Ask) -> bool:
         answer = ask("/v1/models", None)
         return answer.status == 200 and '"owned_by":"vllm"' in answer.text.replace(" ", "")
@@ -140,8 +138,6 @@ class VllmApi(ServerApi):
     ) -> Iterable[ServerRequest[Scores]]:
         make = {"hidden": _pooling, "top_k": _prompt_log_probs, "chosen": _chosen_scores}[spec.kind]
         return [make(info, spec, width, document) for document in documents]
-
-    # completions
 
     def model_name(self, ask: Ask) -> str | None:
         answer = ask("/v1/models", None)

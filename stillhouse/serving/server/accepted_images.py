@@ -1,4 +1,4 @@
-"""Checks that the image tensors of requests are such as the served model's processor would make.
+"""Checks that the image tensors of requests could come from the served model's processor.
 
 A server gets pixels, not image files. It runs its own processor on blank pictures of the sizes that the client sends.
 The shapes, the integer tensors and the placeholder tokens depend only on the sizes, so they must be equal. The pixels

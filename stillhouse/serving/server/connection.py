@@ -155,7 +155,7 @@ def drained(app: ASGIApp) -> ASGIApp:
         async def reading() -> Message:
             nonlocal is_read
             message = await receive()
-            is_read = not message.get("more_body", False)  # a closed connection's message lacks it
+            is_read = not message.get("more_body", False)  # the message of a closed connection lacks this key
             return message
 
         async def sending(message: Message) -> None:

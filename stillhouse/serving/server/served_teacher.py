@@ -155,7 +155,7 @@ class ServedTeacher:
             self._broadcast(torch.tensor([_END]))
 
     def follow(self) -> None:
-        """On another process than the first, compute the first process's batches until the first process ends."""
+        """Called on all processes except the first: compute the batches of the first process until it ends."""
         while (length := int(self._broadcast(torch.zeros(1, dtype=torch.int64)))) != _END:
             if length != _NOTHING:
                 # without a variable, which would keep the batch in memory until the next batch
