@@ -39,7 +39,7 @@ def settle_offline(names: Iterable[str | None]) -> None:
         host, port = endpoint.hostname or "", endpoint.port or _PORTS.get(endpoint.scheme, 1080)
         socket.create_connection((host, port), timeout=SECONDS).close()
     except ValueError as error:  # also for an invalid host name
-        variables = " and ".join(name for name in os.environ if name.upper() in _ADDRESSES)  # an address may be secret
+        variables = " and ".join(name for name in os.environ if name.upper() in _ADDRESSES)  # addresses may be secret
         raise ValueError(
             f"{variables}: the hub's address is not readable ({error}); expected a URL such as https://huggingface.co"
         ) from error

@@ -132,7 +132,7 @@ def _write_student(
 def _chosen(path: Path, step: str | None) -> Path:
     if (path / STATE).is_file():
         if step is not None:
-            raise ValueError(f"--step: {path} is one checkpoint already: expected a run's folder with --step")
+            raise ValueError(f"--step: {path} is a checkpoint: expected the folder of a run with --step")
         return path
     if not (path / "config.yaml").is_file():
         raise ValueError(f"{path} is neither a run nor a checkpoint: expected the `out` folder of a run")
