@@ -39,7 +39,6 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def prune(folder: Path, keep: int, best: str | None, greater: bool | None = None) -> list[str]:
     """Remove all checkpoints except the newest `keep`, the best one by a metric, and those with a damaged state.json.
-
     Returns a message for each damaged state.json. greater: see `best_checkpoint`.
     """
     every = checkpoints(folder)
@@ -56,9 +55,8 @@ def best_checkpoint(
     paths: list[Path], metric: str, greater: bool | None = None
 ) -> tuple[Path | None, dict[Path, str]]:
     """The earliest checkpoint with the best value of a metric, and a message for each damaged state.json. The
-    checkpoint is None if no checkpoint has the metric.
-
-    greater: whether a higher value is better. If it is None, it is true only for agreement, exact match and reward.
+    checkpoint is None if no checkpoint has the metric. greater: whether a higher value is better. If it is None, it
+    is true only for agreement, exact match and reward.
     """
     if greater is None:
         greater = metric.startswith("eval/exact_match") or metric.endswith(("/agreement", "prompts/reward"))

@@ -71,9 +71,8 @@ def save_checkpoint(
     processor_files: Sequence[Path] = (),
 ) -> Path:
     """Write checkpoints/step-<n> and return its path. A failure leaves no checkpoint. A collective of all ranks.
-
-    queue: the queue of samples in an on-policy run.
-    Raises ValueError, and writes nothing, if the state is not finite or the disk has too little space.
+    queue: the queue of samples in an on-policy run. Raises ValueError, and writes nothing, if the state is not finite
+    or the disk has too little space.
     """
     final, ranks = folder / folder_name(progress.step), engine.student.ranks
     scattered = (

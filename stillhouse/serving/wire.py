@@ -203,9 +203,8 @@ def decode_prompt(content: bytes) -> tuple[bytes, ReceivedImages]:
 def document_tensors(
     documents: Sequence[DocumentRows], images: Sequence[MediaTensors | None] | None = None
 ) -> ReceivedImages:
-    """The entries of a request's JSON for images, and all tensors of the request except `ids`.
-
-    images: the images of each document, if they were read before; if None, they are read now.
+    """The entries of a request's JSON for images, and all tensors of the request except `ids`. images: the images of
+    each document, if they were read before; if None, they are read now.
     """
     if images is None:
         images = [None if document.media is None else document.media.read() for document in documents]

@@ -152,9 +152,8 @@ def _sample(data: Data, document: int) -> str:
 
 
 def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
-    """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term.
-
-    Servers are not used to generate completions, because their weights would be replaced by this student's weights.
+    """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term. Servers are
+    not used to generate completions, because their weights would be replaced by this student's weights.
     """
     engine = session.models.engine
     if session.rollout is not None and session.rollout.config.urls:

@@ -204,7 +204,6 @@ def _gradient(engine: Engine, source: SignalSource, step: StepMicroBatches, seed
 
 def differences(engine: Engine, gradients: dict[str, Tensor], least: float) -> Iterator[tuple[str, float]]:
     """For each parameter on this process, the relative difference between its gradient and the reference gradient.
-
     The norm of the difference is divided by the larger of the reference's norm and `least`. A sharded gradient is
     all-gathered, so all processes that have a shard must call this function.
     """

@@ -15,7 +15,6 @@ from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.pool import RefusedError, ServerPool, ServerRequest
 from stillhouse.user_code.functions import Turn, UserFunctionError, about_completion, finite_number, shown
 
-#: the most bytes of an answer
 MOST_BYTES = 65536
 _EXPECTED = 'expected {"reward": a finite number}'
 
@@ -44,10 +43,9 @@ class RewardServer:
         source: str,
         turns: Sequence[Turn],
     ) -> Future[Any]:
-        """Request the reward of a completion, and return at once. source: `file:line` of the record.
-
-        The future raises UserFunctionError if the server refuses the request or gives no finite number, or if JSON
-        cannot represent the record. It raises ServerError if the server does not answer in time.
+        """Request the reward of a completion, and return at once. source: `file:line` of the record. The future
+        raises UserFunctionError if the server refuses the request or gives no finite number, or if JSON cannot
+        represent the record. It raises ServerError if the server does not answer in time.
         """
         about, named = about_completion(completion, source), Future[Any]()
 

@@ -54,9 +54,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A server's completions of some prompts. label: the version of the weights that generated them.
-
-    top_tokens: for each prompt, the most likely next token and its log-probability.
+    """A server's completions of some prompts. label: the version of the weights that generated them. top_tokens: for
+    each prompt, the most likely next token and its log-probability.
     """
 
     label: str = ""
@@ -127,9 +126,8 @@ class ServedWeights:
         self._proved = self.servers[url].probe, most
 
     def connect(self) -> None:
-        """Request the model name of each server. If `keep` is true, accept the servers' weights as version 0.
-
-        Raises ValueError if a server cannot be used. If `keep` is true, all servers must have the same weights.
+        """Request the model name of each server. If `keep` is true, accept the servers' weights as version 0. Raises
+        ValueError if a server cannot be used. If `keep` is true, all servers must have the same weights.
         """
         for server in self.servers.values():
             ask = self.pool.asker(server.url)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 #: for each document of a request, the signal's tensors
 Scores = list[dict[str, Tensor]]
-#: the kinds of published weights: a full model, or an adapter
 Kind = Literal["model", "adapter"]
 
 Description = TypeVar("Description", bound=BaseModel)

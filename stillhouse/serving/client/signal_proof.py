@@ -52,9 +52,8 @@ _CHOICE = 100
 
 @dataclass(frozen=True)
 class Proof:
-    """The requests at the start of the run, and the answers. Later answers are compared with these answers.
-
-    findings: the results of the proof, in words.
+    """The requests at the start of the run, and the answers. Later answers are compared with these answers. findings:
+    the results of the proof, in words.
     """
 
     store: "RemoteSignals"
@@ -147,10 +146,8 @@ def prove(
 
 
 def make_probes(documents: Documents, media_inputs: MediaInputs | None = None) -> list[DocumentRows]:
-    """The beginnings of long documents without images, and short documents with images.
-
-    media_inputs: makes the tensors of images; None if no document has images. Raises ValueError if the documents are
-    too short.
+    """The beginnings of long documents without images, and short documents with images. media_inputs: makes the
+    tensors of images; None if no document has images. Raises ValueError if the documents are too short.
     """
     images, lengths_D = documents.media, documents.lengths_D
     has_images_D = np.zeros(len(documents), dtype=bool) if images is None else np.diff(images.offsets) > 0

@@ -24,7 +24,6 @@ from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: the most tokens, and the most bytes of images, of a request, unless a single document has more
 REQUEST_TOKENS, REQUEST_BYTES = 4096, 32 * 2**20
-#: a document and its images
 _WithImages = tuple[DocumentRows, MediaTensors | None]
 
 

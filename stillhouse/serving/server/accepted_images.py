@@ -41,10 +41,8 @@ Prove = Callable[[Decoder, MediaProcessor], MediaInputs]
 
 
 class _Blank(NamedTuple):
-    """The output of the processor for blank pictures.
-
-    tokens: the tokens of each picture, from the first to the last placeholder. exact: the integer tensors. pixels:
-    the shapes and dtypes of the other tensors.
+    """The output of the processor for blank pictures. tokens: the tokens of each picture, from the first to the last
+    placeholder. exact: the integer tensors. pixels: the shapes and dtypes of the other tensors.
     """
 
     tokens: Sequence[np.ndarray]

@@ -40,7 +40,6 @@ AT_ONCE_BYTES = 16 * 1024
 #: the most seconds for which a client may send a body
 BODY_SECONDS = 120.0
 
-#: the JSON schema of a binary body
 BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
 Result = TypeVar("Result")
 #: the parts of a request, and a function that makes the answer from the model's results
@@ -95,10 +94,8 @@ class Application:
     @asynccontextmanager
     async def read_body(self, request: Request, limits: Mapping[str, int]) -> AsyncIterator[tuple[bytes, str]]:
         """Yield a request's body and its content type. The body counts towards the limit of all bodies until the
-        context ends.
-
-        limits: the most bytes, by content type. Raises RequestError if the body has another content type, is too
-        large, is sent too slowly, or would exceed the limit of all bodies.
+        context ends. limits: the most bytes, by content type. Raises RequestError if the body has another content
+        type, is too large, is sent too slowly, or would exceed the limit of all bodies.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in limits:
