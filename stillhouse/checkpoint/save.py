@@ -170,7 +170,7 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
         if count and arrays["tokens_R"].min() < 1:
             raise ValueError("a sample without tokens")
         if len(requested_at) != len(groups.asked_at):
-            raise ValueError("a group that was asked for more than once")
+            raise ValueError("a group that was requested more than once")
         added = {name: getattr(groups, name) for name in ("reward_parts", "tool_calls", "object_rewards")}
         for name, values in added.items():
             if values is not None and len(values) != count:

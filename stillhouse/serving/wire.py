@@ -196,7 +196,7 @@ def decode_prompt(content: bytes) -> tuple[bytes, ReceivedImages]:
     body, tensors = decode_body(content, _PROMPT_KEY, "the request")
     images = take_images(body, tensors)
     if tensors:
-        raise ValueError(f"tensors {sorted(tensors)}: expected those of images alone")
+        raise ValueError(f"tensors {sorted(tensors)}: expected only tensors of images")
     return json.dumps(body).encode(), images
 
 

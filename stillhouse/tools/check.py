@@ -227,13 +227,13 @@ def verdict(norms: Mapping[str, float]) -> str | None:
             times = f"{norms[largest] / norm:,.0f}"
             words.append(
                 f"the gradient of {name} is {times} times smaller than that of {largest}, so it hardly counts: "
-                f"multiply its coefficient by about {times} if it shall count as much, or leave it out"
+                f"multiply its coefficient by about {times} if it should count as much, or leave it out"
             )
             continue
         origin = next((origin for origin in ORIGINS if name.endswith(f" ({origin})")), None)
-        cause = f" (as it is if no document of the step is the {origin}'s)" if origin else ""
+        cause = f" (which is normal if no document of the step is the {origin}'s)" if origin else ""
         if name.startswith("policy_gradient"):
-            cause = " (as it is if all completions of a prompt have the same reward)"
+            cause = " (which is normal if all completions of a prompt have the same reward)"
         words.append(f"the gradient of {name} is 0 in this step{cause}")
     return "; ".join(words) or f"no gradient is {SMALLER} times smaller than another"
 

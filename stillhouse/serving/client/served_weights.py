@@ -38,7 +38,7 @@ PROBE_TOKENS = 8
 #: the version of a server whose weights have become unknown since the server was chosen for a request
 UNKNOWN_WEIGHTS = Published(-1, Path(), "", "model")
 _AGAIN = (
-    "other weights again and again: expected a server that is not started anew all the time, and no other job that "
+    "other weights again and again: expected a server that does not restart repeatedly, and no other job that "
     "gives it weights"
 )
 _GREEDY = Sampling(1, temperature=0.0)
@@ -190,9 +190,7 @@ class ServedWeights:
             self.warn(str(error))
             server.address.hold(error)
         else:
-            self.warn(
-                f"the student's server {server.url} has other weights than it was given, and is given them again"
-            )
+            self.warn(f"the student's server {server.url} has other weights than it was given, and loads them again")
             self._update_later(server)
 
     def forget(self, published: Published | None, seconds: float = 0.0) -> None:

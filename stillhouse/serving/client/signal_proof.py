@@ -239,7 +239,7 @@ def _prove_server(
     _require_near(answers, first, both, "expected servers of the same teacher")
     if spec != store.signal and store.signal.kind == "chosen":
         again = score([replace(probe, ids_NK=answer["ids"]) for probe, answer in zip(probes, answers, strict=True)])
-        what = f"{url} scores chosen ids otherwise than the same ids as its top ids"
+        what = f"{url} scores chosen ids otherwise than the same ids among its top ids"
         _require_near(again, answers, what, "expected the same rows and temperature")
     elif spec != store.signal:
         score(probes)

@@ -112,7 +112,7 @@ def scope_error(token: str | None, host: str, scope: Scope) -> RequestError | No
     refusals = {
         b"host": (
             HTTPStatus.MISDIRECTED_REQUEST,
-            "this server has no token and serves this machine alone: expected localhost or 127.0.0.1 as its host "
+            "this server has no token and serves only this machine: expected localhost or 127.0.0.1 as its host "
             f"(the header `Host`); {instead}",
         ),
         b"origin": (

@@ -212,7 +212,7 @@ class SamplingBody(StrictBody):
         default=None, description="at most 16; they stay in the completion"
     )
     stop_token_ids: FirstWrong[TokenId] | None = Field(default=None, max_length=256)
-    ignore_eos: bool = Field(default=False, description="end at stop_token_ids alone, not at the model's own ends")
+    ignore_eos: bool = Field(default=False, description="end only at stop_token_ids, not at the model's end tokens")
     logprobs: Literal[0, 1] | None = Field(default=None, description="0 or 1: that of the token itself")
     prompt_logprobs: None = None
     presence_penalty: float = Field(default=0.0, ge=0, le=0)

@@ -40,7 +40,7 @@ from stillhouse.serving.server.gate import ENDING, RequestError
 FIRST_VERSION = "default"
 #: the most bytes of the headers of all safetensors files together, and of an adapter's configuration
 _HEADER_BYTES, _CONFIG_BYTES = 64 * 2**20, 2**20
-_ANEW = "a server takes whole models or adapters until it ends: start the server anew"
+_ANEW = "a server accepts either whole models or adapters: restart the server"
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +208,7 @@ class WeightUpdates:
         try:
             options = LoraOptions.of(published.read(ADAPTER_CONFIG, _CONFIG_BYTES))
             if self._lora not in (None, options):
-                raise ValueError(f"an adapter with {options}, and the server has {self._lora}: start the server anew")
+                raise ValueError(f"an adapter with {options}, and the server has {self._lora}: restart the server")
             if options not in self._expected_lora:
                 self._expected_lora[options] = expected_lora(self._decoder, options)
             in_decoder = self._expected_lora[options]
