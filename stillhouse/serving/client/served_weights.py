@@ -69,7 +69,7 @@ class ServerState:
 
     published: the version that was loaded last, or None while the weights are unknown. Each load makes a new object.
     restored: how often the server had other weights since its last usable answer.
-    is_absent: whether the server has not answered an update, and so gets the newest version in the background.
+    is_absent: whether the newest version is being loaded in the background, because the server did not have it.
     probe: the probe of the version that was loaded last.
     """
 
