@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints: lists them, finds the best one, removes old ones, and verifies one.
 
-A checkpoint is unchanged and complete if every file has its hash, and every tensor all of its chunks. PyTorch does
-not notice that the file of one rank is lost: the shards of that rank would keep their initial values.
+A checkpoint is intact if every file matches its hash and no chunk of a tensor is missing. PyTorch itself does not
+notice if the file of one rank is missing: the shards of that rank would keep their initial values.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from stillhouse.parallel import ONE_PROCESS, Ranks, local_processes, local_rank
 
 #: the subfolder of a checkpoint that contains the weights and the optimizer's state
 RESUME = "resume"
-#: the file with the samples of an on-policy run that are not trained yet
+#: the file with the samples of an on-policy run on which the student has not been trained yet
 ROLLOUTS = "rollouts.safetensors"
 _READ_TO_RESUME = (f"{RESUME}/", ROLLOUTS)
 _NAMED = 3
@@ -38,16 +38,15 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def prune(folder: Path, keep: int, best: str | None, greater: bool | None = None) -> list[str]:
-    """Remove all checkpoints except the newest `keep`, the one with the best value of a metric, and damaged ones.
-
-    Returns a message for each damaged state.json. greater: as in `best_checkpoint`
+    """Remove all checkpoints except the newest `keep`, the best one by a metric, and those with a damaged state.json.
+    Returns a message for each damaged state.json. greater: see `best_checkpoint`.
     """
     every = checkpoints(folder)
     best_path, damage = best_checkpoint(every, best or "", greater)
     for path in every[:-keep]:
         if path != best_path and path not in damage:
             unfinished = path.with_name(path.name + UNFINISHED)
-            path.rename(unfinished)  # an interrupted removal must not leave a folder that looks like a checkpoint
+            path.rename(unfinished)  # so that an interrupted removal leaves no incomplete checkpoint
             shutil.rmtree(unfinished)
     return [*damage.values()]
 
@@ -55,10 +54,9 @@ def prune(folder: Path, keep: int, best: str | None, greater: bool | None = None
 def best_checkpoint(
     paths: list[Path], metric: str, greater: bool | None = None
 ) -> tuple[Path | None, dict[Path, str]]:
-    """The earliest checkpoint with the best value of a metric (None if none has the metric), and a message for each
-    checkpoint with a damaged state.json.
-
-    greater: true if a higher value is better; None: true for agreement, exact match and reward only.
+    """The earliest checkpoint with the best value of a metric, and a message for each damaged state.json. The
+    checkpoint is None if no checkpoint has the metric. greater: whether a higher value is better. If it is None, it
+    is true only for agreement, exact match and reward.
     """
     if greater is None:
         greater = metric.startswith("eval/exact_match") or metric.endswith(("/agreement", "prompts/reward"))
@@ -91,11 +89,12 @@ class IntactCheckpoint:
 def verified(
     path: Path, ranks: Ranks = ONE_PROCESS, *, shared: bool = True, with_student: bool = False
 ) -> IntactCheckpoint:
-    """Read and hash a checkpoint. Each rank reads its share of the files; all ranks return, or all ranks raise.
+    """Read a checkpoint and compare its files with their hashes. Each rank reads a share of the files. Either all
+    ranks return, or all ranks raise.
 
-    shared: whether all ranks see the same folder; if not, the ranks of each machine read all files of its folder.
-    with_student: whether the folder `student`, which a resumed run does not read, is checked, too.
-    Raises DamagedCheckpointError for damage, and ValueError if a rank cannot read the files (they may be intact).
+    shared: whether all ranks see the same folder. If not, the ranks of each machine read all files of their folder.
+    with_student: whether the folder `student` is also checked. A resumed run does not read this folder.
+    Raises DamagedCheckpointError if the checkpoint is damaged, and ValueError if a rank cannot read the files.
     """
     with _reading_on(ranks):
         state = read_state(path)
@@ -105,7 +104,7 @@ def verified(
         prefixes = ("",) if with_student else _READ_TO_RESUME
         expected = {name: value for name, value in state.files.items() if name.startswith(prefixes)}
         there = {name for name in file_names(path) if name.startswith(prefixes) and name != STATE}
-        # a safetensors file without a hash would be loaded, too
+        # a safetensors file that has no hash in state.json would also be loaded
         foreign = (name for name in there - expected.keys() if name.endswith(".safetensors"))
         names = sorted(expected)
         share = ranks.share(names) if shared else names[local_rank() :: local_processes()]
@@ -147,7 +146,7 @@ def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> 
 
 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether two chunks have a common element. A sweep along the dim with the most distinct offsets finds it."""
+    """Whether two chunks have a common element. Sweeps along the dim with the most distinct offsets."""
     chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if len(chunks) < 2 or not chunks[0].sizes:
         return len(chunks) > 1  # two chunks of one scalar

@@ -35,16 +35,17 @@ FILE_BYTES = 5 * 10**9
 def save_student(
     folder: Path, student: Decoder, tokenizer: Any, resume: Path, ranks: Ranks, processor_files: Sequence[Path] = ()
 ) -> None:
-    """Save the student (with an adapter: only the adapter), the tokenizer, and the files of its processor of media.
+    """Save the student, its tokenizer and the files of its media processor. If the student has an adapter, only the
+    adapter is saved.
 
     student: the student, or this process's shard of it.
-    resume: the folder of a checkpoint's tensors; read if the student has an adapter or is distributed over `ranks`.
+    resume: the folder of a checkpoint's tensors. It is read if the student has an adapter or is distributed.
     """
     if student.lora is not None:
         matrices = [name for name in stored_tensors(resume) if name.startswith(WEIGHT) and is_lora(name)]
         stored = {name.removeprefix(WEIGHT): matrix for name, matrix in read_full(resume, matrices).items()}
         save_lora(student, stored, folder)
-        # it lists the tokens with which the student was trained to stop, which that of the base may lack
+        # the base's generation configuration may lack the end tokens with which the student was trained
         if (generation := student.pretrained.generation_config) is not None:
             generation.save_pretrained(folder)
     elif ranks.group is None:
@@ -55,10 +56,10 @@ def save_student(
 
 
 def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: int = FILE_BYTES) -> None:
-    """Write what transformers' `save_pretrained` would write for the full model, from a checkpoint's weights.
+    """Write a checkpoint's weights into the same files as transformers' `save_pretrained` for the full model.
 
-    part: this process's shard of the model. Only one file of at most `file_bytes` is in host memory at a time; of a
-    family whose weights transformers converts when it saves them (stacked experts), the full model is.
+    part: this process's shard of the model. Host memory contains one file of at most `file_bytes` at a time. For a
+    family whose weights transformers converts when it saves them (stacked experts), it contains the full model.
     """
     stored = stored_tensors(resume)
     dtype = stored[f"{WEIGHT}{part.embedding_name}"].properties.dtype
@@ -103,10 +104,10 @@ def write_weights(
     """Write weights as transformers does, with one file in memory at a time.
 
     shapes: all weights as tensors on the meta device.
-    parameters: the number of parameters in the index; None: the number of elements of `shapes`.
+    parameters: the number of parameters that the index states. If it is None, the elements of `shapes` are counted.
     file: the name of the file if all weights fit into one file.
     """
-    # another file name means an adapter; its weights are not split, because peft reads only one file
+    # any other file name belongs to an adapter, whose weights are not split, because peft reads only one file
     largest = file_bytes if file == SAFE_WEIGHTS_NAME else sys.maxsize
     split = split_torch_state_dict_into_shards(dict(shapes), max_shard_size=largest)
     for name, tensor_names in split.filename_to_tensors.items():
@@ -118,11 +119,14 @@ def write_weights(
 
 
 def save_merged(folder: Path, base: StudentConfig, adapter: Path, dtype: str | None = None) -> None:
-    """Merge an adapter into its base model, in host memory and in `dtype` (None: `base.dtype`), and save it."""
+    """Merge an adapter into its base model in host memory, and save the merged model.
+
+    dtype: the dtype of the computation and of the saved weights. If it is None, it is `base.dtype`.
+    """
     model = load_causal_lm(
         base.model, revision=base.revision, dtype=dtype or base.dtype, trust_remote_code=base.trust_remote_code
     )
     match_tied_flag(model)
     merged_lora(model, adapter).save_pretrained(folder)
-    if (generation := adapter / GENERATION_CONFIG_NAME).is_file():  # adapters of earlier versions have none
+    if (generation := adapter / GENERATION_CONFIG_NAME).is_file():  # earlier versions did not write this file
         shutil.copyfile(generation, folder / GENERATION_CONFIG_NAME)

@@ -1,8 +1,9 @@
-"""The identity of a run, and the checkpoint from which it resumes: intact, and with the run's data and models.
+"""The identity of a run, and the checkpoint from which a run resumes.
 
-The identity has hashes of the run's data, its models, and the configuration values that determine the weights. A
-value that changes the weights only by rounding errors, such as the layout, is not part of it. The servers of a
-resumed run must have the same models as at the beginning of the run, too.
+The checkpoint must be intact, and the run's data and models must not have changed. The identity consists of hashes of
+the data, the models and the configuration values that determine the weights. A value that changes the weights only by
+rounding errors, such as the layout, is not part of the identity. Servers must still have the models that they had at
+the beginning of the run.
 """
 
 import json
@@ -34,7 +35,7 @@ from stillhouse.signals import SignalStore
 SHORT = 40
 #: a file with this prefix has the answers of a teacher's servers at the beginning of the run
 SERVED_TEACHER = "served_teacher"
-#: the file with the answers of servers that generate completions with weights that the run does not replace
+#: the file with the answers of servers that generate completions with their own, fixed weights
 WRITER = "writer.json"
 
 
@@ -50,10 +51,10 @@ _FREE = {
     *(f"teacher.{key}" for key, kind in source_kinds().items() if kind.is_address),
 }
 
-#: groups of add-ons whose entries have keys in a section, and the section
+#: groups of add-ons whose entries add keys to a section of the configuration, and the name of the section
 _KEYS_OF_ADD_ONS = {"stillhouse.environments": "rollout", "stillhouse.parts": "objective"}
-#: keys that earlier versions, or machines without an add-on, did not have, with the values that give their behaviour:
-#: such runs can be resumed
+#: keys that earlier versions, or machines without an add-on, did not have. A run without such a key behaves as with
+#: the value here, so it can be resumed
 _ADDED: dict[str, Any] = {
     "data.chat_template": None,
     "data.image_pixels": None,
@@ -81,19 +82,19 @@ _ADDED: dict[str, Any] = {
 }
 
 
-#: the key in `RunIdentity.data` for the packing that determines the order of the documents: "rows", or absent
+#: the key in `RunIdentity.data` for the packing that determines the documents' order. Its value is "rows", or absent
 ORDER = "packing"
-#: keys in `RunIdentity.models` of runs that generate completions, and what an error says of them: the
-#: end-of-sequence ids in words, and `text_fingerprint`. Earlier versions did not write them
+#: keys in `RunIdentity.models` of runs that generate completions, and their descriptions in errors. Their values are
+#: the end-of-sequence ids in words, and `text_fingerprint`. Earlier versions did not write these keys
 COMPLETION_KEYS = {
     "end_ids": "the ids that end a completion (eos_token_id in generation_config.json, or the tokenizer's eos_token)",
     "text": "the text of ids and conversations (the decoder, the added tokens or the chat template of the tokenizer)",
 }
-#: the beginning of a key in `RunIdentity.data` for a processor of media, before the key of its model's section. The
-#: documents' hashes include it, so it only says what has changed
+#: the prefix of the keys in `RunIdentity.data` for processors of media; the key of the model's section follows. The
+#: documents' hashes also depend on the processor; the separate key lets an error say that the processor has changed
 PROCESSOR = "processor/"
-#: a key in `RunIdentity.data` with the names of the vectors of several dims that weight decay leaves out. Earlier
-#: versions applied it to them
+#: the key in `RunIdentity.data` for the names of vectors that are stored with several dims. Weight decay leaves them
+#: out; earlier versions applied it to them
 DECAY = "weight decay"
 
 
@@ -101,8 +102,8 @@ DECAY = "weight decay"
 class RunIdentity:
     """The hashes that must be the same when a run is resumed.
 
-    data: a hash of the documents, by split; also `ORDER`, `PROCESSOR` and `DECAY`
-    models: a hash of the tokenizer, and a hash of each model's files; also `COMPLETION_KEYS`
+    data: a hash of the documents of each split, and the values of the keys `ORDER`, `PROCESSOR` and `DECAY`
+    models: a hash of the tokenizer, a hash of each model's files, and the values of `COMPLETION_KEYS`
     """
 
     configuration: str
@@ -111,7 +112,7 @@ class RunIdentity:
 
 
 def decisive_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the values that must not change when a run is resumed, from all values by dotted keys."""
+    """Select the values that must not change when a run is resumed. values: all values, by dotted keys."""
     several = [key for key in sorted(values) if key.startswith("teachers.") and isinstance(values[key], Mapping)]
     flat = {key: value for key, value in values.items() if key not in several}
     flat |= {f"{key}.{name}": value for key in several for name, value in values[key].items()}
@@ -119,7 +120,7 @@ def decisive_values(values: Mapping[str, Any]) -> dict[str, Any]:
         del flat["rollout"]  # so that runs of versions without this section can be resumed
     free, decisive = tuple(f"{key}." for key in _FREE), dict[str, Any]()
     for key, value in flat.items():
-        single = re.sub(r"^teachers\.[^.]*\.", "teacher.", key)  # the rules of one of several teachers are the same
+        single = re.sub(r"^teachers\.[^.]*\.", "teacher.", key)  # the rules for a single teacher apply
         if not f"{single}.".startswith(free) and _ADDED.get(single, ...) != value:
             decisive[key] = value
     return decisive
@@ -131,10 +132,10 @@ def configuration_hash(values: Mapping[str, Any]) -> str:
 
 
 def candidates(folder: RunFolder, resume: str, values: Mapping[str, Any]) -> list[Path]:
-    """The checkpoints from which the run may resume, the preferred one first; empty for a new run.
+    """The checkpoints from which the run may resume, the preferred one first. For a new run, the list is empty.
 
     values: the configuration by dotted keys
-    Raises ValueError if the folder contains another run or other files, or this run although `resume` is `never`.
+    Raises ValueError if the folder contains another run or other files, or is not empty although `resume` is `never`.
     Raises ConfigError if `resume` names a checkpoint that does not exist or may not be used.
     """
     if folder.path.exists() and not folder.path.is_dir():
@@ -142,29 +143,7 @@ def candidates(folder: RunFolder, resume: str, values: Mapping[str, Any]) -> lis
     if folder.path.is_dir() and any(not is_leftover(path) for path in folder.path.iterdir()):
         if resume == "never":
             raise ValueError(f"out: {folder.path} is not empty and checkpoint.resume is never; choose another folder")
-        path = folder.path / "config.yaml"
-        if not path.exists():
-            raise ValueError(f"out: {folder.path} contains other files and no run; choose an empty or a new folder")
-        try:
-            before = dotted_values(load_config(path))
-        except ConfigError as error:
-            raise ValueError(
-                f"out: {folder.path} does not contain a run of this version of stillhouse: {path} cannot be read as "
-                f"a configuration ({first_line(error)}); choose an empty or a new folder"
-            ) from error
-        there, here = _with_items(decisive_values(before)), _with_items(decisive_values(values))
-        different = list[str]()
-        for key in {**there, **here}:
-            if there.get(key) != here.get(key):
-                one, two = (json.dumps(side.get(key)) for side in (there, here))
-                is_short = max(len(one), len(two)) <= SHORT
-                different.append(f"{key} ({one} there, {two} here)" if is_short else key)
-        if different:
-            raise ValueError(
-                f"out: {folder.path} contains another run, with a different {', '.join(different)}; choose another "
-                "folder, or use the same configuration to continue that run. To train on from its weights, set "
-                "another out and checkpoint.resume to one of its checkpoints"
-            )
+        _require_same_run(folder.path, values)
     newest_first = checkpoints(folder.checkpoints)[::-1]
     return newest_first if resume in ("auto", "never") else _named_checkpoint(Path(resume), newest_first)
 
@@ -183,9 +162,9 @@ def open_checkpoint(
     paths: on rank 0, the result of `candidates` after the folder was locked; ignored on other ranks
     fallback: whether a damaged checkpoint is renamed and the previous one is used (`checkpoint.fallback`)
     base: the name of the base model of the student's adapter
-    Raises DamagedCheckpointError for damage if no older checkpoint may be used, ValueError if configuration, data,
-    models or log have changed since this run wrote the checkpoint. For one of another run, there is only a warning if
-    its adapter was trained on another base model.
+    Raises DamagedCheckpointError if the checkpoint is damaged and no older one may be used. Raises ValueError if the
+    configuration, data, models or log have changed since this run wrote the checkpoint. For a checkpoint of another
+    run, these are not compared; if its adapter was trained on another base model, a warning is printed.
     """
     paths = [Path(name) for name in ranks.from_first([str(path) for path in paths])]
     damaged: dict[Path, DamagedCheckpointError] = {}
@@ -249,7 +228,7 @@ def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentit
     )
     since, or_else = f"since {path} was written; restore", "or choose another folder as out"
     changed = sorted(dict(processors.items() ^ processors_before.items()))
-    if changed and processors and processors_before:  # earlier versions did not write them
+    if changed and processors and processors_before:  # earlier versions did not write these keys
         sections = " and ".join(f"{name.removeprefix(PROCESSOR)}.model" for name in changed)
         raise ValueError(f"{sections}: the files of its processor of {MEDIA} have changed {since} them, {or_else}")
     documents = {name: digest for name, digest in identity.data.items() if name not in processors}
@@ -269,8 +248,33 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return [name for name, source_hash in now.items() if before.get(name) != source_hash]
 
 
+def _require_same_run(folder: Path, values: Mapping[str, Any]) -> None:
+    path = folder / "config.yaml"
+    if not path.exists():
+        raise ValueError(f"out: {folder} contains other files and no run; choose an empty or a new folder")
+    try:
+        before = dotted_values(load_config(path))
+    except ConfigError as error:
+        raise ValueError(
+            f"out: {folder} does not contain a run of this version of stillhouse: {path} cannot be read as a "
+            f"configuration ({first_line(error)}); choose an empty or a new folder"
+        ) from error
+    there, here = _with_items(decisive_values(before)), _with_items(decisive_values(values))
+    different = list[str]()
+    for key in {**there, **here}:
+        if there.get(key) != here.get(key):
+            texts = [json.dumps(side.get(key)) for side in (there, here)]
+            different.append(key if max(map(len, texts)) > SHORT else f"{key} ({texts[0]} there, {texts[1]} here)")
+    if different:
+        raise ValueError(
+            f"out: {folder} contains another run, with a different {', '.join(different)}; choose another folder, "
+            "or use the same configuration to continue that run. To train on from its weights, set another out and "
+            "checkpoint.resume to one of its checkpoints"
+        )
+
+
 def _with_items(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, with a key for each value in a list of sections, such as data.train[1].weight."""
+    """The values, with a separate key for each value inside a list of sections, such as data.train[1].weight."""
     items: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and "[" in key:
@@ -283,9 +287,9 @@ def _with_items(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
-    """The candidates if `checkpoint.resume` is a path: in a new run, only the checkpoint at `path`. If `path` is the
-    run's newest checkpoint, or if the run started from `path`, the run's checkpoints are returned. The newest
-    readable state.json has the path of the checkpoint of another run from which the run started.
+    """The candidates if `checkpoint.resume` is a path. In a new run, this is only the checkpoint at `path`. If `path`
+    is the run's newest checkpoint, or if the run started from `path`, the run's checkpoints are returned. A run's
+    state.json records the path of the checkpoint from which the run started.
     """
     newest, start = next(iter(newest_first), None), None
     for readable in newest_first:
@@ -316,7 +320,7 @@ class _Writer(BaseModel):
 
 
 def require_same_writer(engine: RemoteEngine, folder: RunFolder) -> None:
-    """Save the servers' answers in a new run; in a resumed run, raise ValueError if the weights differ."""
+    """In a new run, save the servers' answers. In a resumed run, raise ValueError if the servers' weights differ."""
     path, now = folder.path / WRITER, _Writer(likeliest=[*engine.weights.top_tokens])
     if not path.exists():
         _require_new_run(folder, path, "the servers have the same weights")
@@ -339,7 +343,7 @@ def _require_new_run(folder: RunFolder, path: Path, what: str) -> None:
 
 
 def require_same_teachers(stores: Mapping[str, SignalStore], folder: RunFolder, ranks: Ranks) -> None:
-    """Raise ValueError on all ranks if a served teacher now gives other answers than at the run's beginning."""
+    """Raise ValueError on all ranks if a served teacher no longer gives the answers of the run's beginning."""
     for section, store in stores.items():
         if store.proof is None:
             continue

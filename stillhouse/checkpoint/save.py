@@ -3,9 +3,9 @@
     checkpoints/step-00000500/
         resume/        weights, moments and random states (`engine/state_folder.py`), in PyTorch's distributed
                        checkpoint format (DCP), as safetensors
-        student/       the student and its tokenizer for transformers; if the student has an adapter, only the adapter
-                       and the tokenizer, for peft
-        rollouts.safetensors    in an on-policy run, the samples that are finished but not trained yet
+        student/       the student and its tokenizer in transformers' format; if the student has an adapter, only the
+                       adapter in peft's format and the tokenizer
+        rollouts.safetensors    in an on-policy run, the finished samples on which the student is not trained yet
         state.json     the run's progress, and a hash of every other file (`progress.py`)
 
 The folder is written under a temporary name and renamed when it is complete. So a killed process never leaves an
@@ -38,7 +38,7 @@ from stillhouse.output.progress import DamagedCheckpointError, Progress, State, 
 from stillhouse.rollout import Completion, QueueState, Sample
 
 _FINISHES: tuple[Literal["stop", "length"], ...] = ("stop", "length")
-#: the arrays of the file: their dtypes, and their values of a sample. A name ends with the array's dim
+#: the arrays of rollouts.safetensors: dtype, and a function that returns a sample's values. A name ends with the dim
 _ARRAYS: dict[str, tuple[type, Callable[[Sample], Any]]] = {
     "number_R": (np.int64, lambda sample: [sample.number]),
     "prompt_R": (np.int64, lambda sample: [sample.prompt]),
@@ -56,7 +56,7 @@ _LARGEST = {"finish_R": len(_FINISHES) - 1, "has_reward_R": 1, "is_written_N": 1
 
 
 def require_room(folder: Path, engine: Engine) -> int:
-    """Return the bytes of a checkpoint. Raises ValueError on all ranks if the folder's disk has no room for it."""
+    """Return the size of a checkpoint in bytes. Raises ValueError on all ranks if the disk has no room for it."""
     needed_bytes = engine.bytes_to_save(all_moments=True)
     require_space(folder, needed_bytes, engine.student.ranks)
     return needed_bytes
@@ -70,10 +70,9 @@ def save_checkpoint(
     queue: QueueState | None = None,
     processor_files: Sequence[Path] = (),
 ) -> Path:
-    """Write checkpoints/step-<n>, completely or not at all; return its path. A collective of all ranks.
-
-    queue: the queue of samples in an on-policy run.
-    Raises ValueError, and writes nothing, for state that is not finite, or a disk with too little space.
+    """Write checkpoints/step-<n> and return its path. A failure leaves no checkpoint. A collective of all ranks.
+    queue: the queue of samples in an on-policy run. Raises ValueError, and writes nothing, if the state is not finite
+    or the disk has too little space.
     """
     final, ranks = folder / folder_name(progress.step), engine.student.ranks
     scattered = (
@@ -110,15 +109,15 @@ def save_checkpoint(
 
 
 def load_checkpoint(checkpoint: IntactCheckpoint, engine: Engine) -> Progress:
-    """Load weights, their average, optimizer and random generators, of any layout; return the checkpoint's progress.
-    Raises ValueError if it was saved from another model.
+    """Load weights, averaged weights, optimizer state and random states, and return the checkpoint's progress. The
+    checkpoint may have any layout. Raises ValueError if it was saved from another model.
     """
     engine.load(checkpoint.path / RESUME, checkpoint.state.without_moments)
     return checkpoint.state.progress
 
 
 class _Groups(BaseModel):
-    """The groups of the samples, and more of each sample. A file of an earlier version lacks the last three."""
+    """The groups of the samples, and more values of each sample. Earlier versions did not write the last three."""
 
     model_config = ConfigDict(strict=True)
 
@@ -146,7 +145,7 @@ def write_queue(folder: Path, state: QueueState) -> None:
 
 
 def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
-    """Raises ValueError if the checkpoint has no rollouts.safetensors, or if the file has another format."""
+    """Read the samples. Raises ValueError if the checkpoint has no rollouts.safetensors, or one of another format."""
     path = checkpoint.path / ROLLOUTS
     if ROLLOUTS not in checkpoint.state.files:
         raise DamagedCheckpointError(f"{checkpoint.path} has no {ROLLOUTS}: it is not of an on-policy run")
@@ -171,7 +170,7 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
         if count and arrays["tokens_R"].min() < 1:
             raise ValueError("a sample without tokens")
         if len(requested_at) != len(groups.asked_at):
-            raise ValueError("a group that was asked for more than once")
+            raise ValueError("a group that was requested more than once")
         added = {name: getattr(groups, name) for name in ("reward_parts", "tool_calls", "object_rewards")}
         for name, values in added.items():
             if values is not None and len(values) != count:
@@ -187,7 +186,7 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
 
 
 def _sample(arrays: Mapping[str, np.ndarray], number: int, tokens: slice, added: Mapping[str, Any]) -> Sample:
-    """added: lists of more values of each sample; None in files of earlier versions"""
+    """added: the values of all samples for each further field, or None if an earlier version wrote the file."""
     ids_N, log_probs_N, versions_N = (arrays[name][tokens] for name in ("ids_N", "log_probs_N", "versions_N"))
     sample = Sample(
         int(arrays["number_R"][number]),

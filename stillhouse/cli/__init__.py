@@ -28,7 +28,7 @@ from stillhouse.process import end_with_launcher, end_without_threads, error_lin
 
 FAILED, USAGE = 1, 2
 COMMANDS = "stillhouse.commands"
-#: ranks other than 0 wait so many seconds before they print an error, because rank 0 may print the same error
+#: seconds that ranks other than 0 wait before they print an error, because rank 0 may print the same error
 SECONDS_FOR_FIRST = 10.0
 
 OUT_OF_MEMORY = (
@@ -36,12 +36,12 @@ OUT_OF_MEMORY = (
     "train.activation_checkpointing=true; `stillhouse check` shows the peak memory of one step"
 )
 LOST_CONTACT = "lost contact with another rank, which has ended or hangs and may have printed an error of its own"
-#: what some commands do if they are given again after an interruption
+#: the effect of some commands if they are repeated after an interruption
 _EFFECTS = {
     "distill": "continues from the run's last checkpoint, or from the start if there is none yet",
     "cache": "continues with the first shard that is not complete",
 }
-#: other tools' names of our commands
+#: names that other tools use for our commands
 _OTHER_NAMES = dict.fromkeys(("train", "run", "sft", "gkd"), "distill") | {"eval": "evaluate", "vllm-serve": "serve"}
 
 
@@ -63,7 +63,7 @@ def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
 
     Errors that the user can fix are ValueError, OSError, a GPU out of memory and a lost connection to another rank.
     Their tracebacks are shown only with STILLHOUSE_TRACEBACK=1. Any other exception is a bug and keeps its traceback.
-    ends_process: the caller ends the process after this call, so that signals are ignored after it.
+    ends_process: whether the caller ends the process after this call. If so, signals are ignored after the call.
     """
 
     def stopped(number: int) -> str:
@@ -81,14 +81,17 @@ def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
                 print_escaped(f"{stop}; {_same_command(arguments, effect)}", err=True)
             return 128 + stop.number
         except (ValueError, OSError) as error:
+            message = str(error) or type(error).__name__
+            if "stillhouse.config" not in sys.modules:  # its import may have failed, and must not be repeated
+                return _report(error, message, FAILED)
             from stillhouse.config import ConfigError, MissingKeyError
 
             if not isinstance(error, ConfigError):
-                return _report(error, str(error) or type(error).__name__, FAILED)
+                return _report(error, message, FAILED)
             keys = [part.key for part in error.parts if isinstance(part, MissingKeyError)]
             missing = [OPTIONS[key][0] for key in keys if key in OPTIONS]
             hint = f"\n(set it in the file, as an override, or as an option: {', '.join(missing)})" if missing else ""
-            return _report(error, str(error) + hint, USAGE)
+            return _report(error, message + hint, USAGE)
         except RuntimeError as error:
             first = str(error).partition("\n")[0]
             if type(error).__name__ == "OutOfMemoryError":  # torch's; compared by name to avoid the import
@@ -142,9 +145,10 @@ def _usage(error: click.ClickException) -> str:
             message += f"; did you mean {similar[0]}?"
         # the option of a `configured` command may be the name of a key
         elif error.ctx is not None and any(part.metavar == ARGUMENTS for part in error.ctx.command.params):
-            from stillhouse.config import RunConfig, override_hint
+            with suppress(ValueError):  # the import fails if an add-on is refused
+                from stillhouse.config import RunConfig, override_hint
 
-            message += override_hint(error.option_name, RunConfig)
+                message += override_hint(error.option_name, RunConfig)
     command = re.match("No such command '(.*?)'", message)
     if command is not None and command[1] in _OTHER_NAMES:
         message += f" Did you mean '{_OTHER_NAMES[command[1]]}'?"
@@ -154,7 +158,7 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _same_command(arguments: Sequence[str], effect: str = "") -> str:
-    """The command, and the effect of giving it again. effect: ""; that of a command that was interrupted."""
+    """The command and the effect of repeating it; if `effect` is empty, the effect after an interruption."""
     # torchrun's command line is not available here
     command = "the same command" if "RANK" in os.environ else f"`{shlex.join(['stillhouse', *arguments])}`"
     return f"{command} {effect or _EFFECTS.get(next(iter(arguments), ''), 'starts again')}"
@@ -164,11 +168,11 @@ def _report(error: Exception, message: str, code: int) -> int:
     if os.environ.get("STILLHOUSE_TRACEBACK") == "1":
         traceback.print_exception(error)
     if os.environ.get("RANK", "0") != "0":
-        # if rank 0 has the same error, rank 0 prints it first, and torchrun ends the other ranks before they print
+        # if rank 0 has the same error, it prints the error first, and torchrun ends the other ranks before they print
         time.sleep(SECONDS_FOR_FIRST)
     line = error_line(brief(message))
     print_escaped(line, err=True)
-    if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:  # torchrun's summary then ends with the line
+    if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:  # torchrun's summary ends with this message
         extra = {"timestamp": str(int(time.time()))}
         content = {"message": {"message": line, "errorCode": code, "extraInfo": extra}}
         partial = Path(f"{path}.partial")  # torchrun fails if it reads an incomplete file

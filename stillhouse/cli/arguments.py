@@ -47,7 +47,7 @@ def load_arguments(
 ) -> "RunConfig":
     """The configuration from a command's file, options and overrides.
 
-    Raises ConfigError for what is not there on this machine, before libraries are imported that need some seconds.
+    Raises ConfigError if a file, package or device is missing on this machine, before large libraries are imported.
     needs: see `check_local`.
     """
     options = {name: value for name, value in flags.items() if value is not None}
@@ -71,7 +71,7 @@ def load_arguments(
     from stillhouse.run.local_checks import check_local
 
     config = load_config(file, overrides, settings=settings_layer(options))
-    is_complete = "run" in needs and os.path.isdir(os.path.join(config.out, "model"))  # it needs nothing
+    is_complete = "run" in needs and os.path.isdir(os.path.join(config.out, "model"))  # such a run needs nothing more
     sections = {"student": config.student, **config.teacher_sections}
     models = {f"{key}.model": (model.model, model.revision) for key, model in sections.items() if model.model}
     if not is_complete:
@@ -86,8 +86,8 @@ def load_arguments(
 def is_override(argument: str) -> bool:
     """Whether an argument is an override such as `train.steps=3`, and not a path such as `runs/lr=3/config.yaml`.
 
-    Hydra's `~rollout.reward` also counts as an override if no file has this name, so that the later error is about
-    overrides.
+    Hydra's form `~rollout.reward` also counts as an override if no file has this name. The user then gets an error
+    about overrides, not about a missing file.
     """
     key, sign, _ = argument.partition("=")
     is_meant = bool(sign) or (key.startswith("~") and not os.path.exists(key))
@@ -108,15 +108,15 @@ def settings_layer(options: dict[str, str]) -> dict[str, Any]:
 
 
 def misused(message: str) -> click.UsageError:
-    """An error about the command's own arguments."""
+    """An error about the arguments of the current command."""
     return click.UsageError(message, click.get_current_context())
 
 
 def quiet_libraries() -> None:
-    """Disable progress bars of transformers, and notices of torch's C++ code and of some libraries.
+    """Disable progress bars of transformers, and messages of torch's C++ code and of some libraries.
 
-    The bars for reading and writing weights would break a run's live line. If a rank dies, torch's C++ code prints a
-    warning with a stack trace on all other ranks.
+    The bars for reading and writing weights would break the live line of a run. When a rank ends unexpectedly, the
+    C++ code would print a warning with a stack trace on all other ranks.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
     for name in _NOISY_LOGGERS:

@@ -18,7 +18,7 @@ _REMOVED = ("merge", "export", "import")
 
 
 class _Group(click.Group):
-    """Runs the command `write` if none is named: `stillhouse cache run.yaml` is `stillhouse cache write run.yaml`."""
+    """Adds `write` if no command is named: `stillhouse cache run.yaml` means `stillhouse cache write run.yaml`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         removed = args[0] if args and args[0] in _REMOVED else "--packed" if "--packed" in args else None
@@ -47,9 +47,9 @@ def cache() -> None:
 @click.option("--signal", type=click.Choice(SIGNALS), help="hidden: exact, at any temperature. "
               "top_k: the most likely ids. sampled: sampled ids. [default: hidden; with teacher.url, "
               "teacher.signal]")  # fmt: skip
-@click.option("--top-k", type=click.IntRange(1), help="Ids per token of top_k, draws of sampled. [default: 64; 50]")
+@click.option("--top-k", type=click.IntRange(1), help="Ids per token of top_k; samples of sampled. [default: 64; 50]")
 @click.option("--dtype", help="float32, bfloat16 or float16. [default: the teacher's; float32 for top_k]")
-@click.option("--with-label", is_flag=True, help="top_k: the actual next token, too.")
+@click.option("--with-label", is_flag=True, help="With top_k, store the next token, too.")
 def write(
     arguments: tuple[str, ...],
     signal: "SignalKind | None",
@@ -92,9 +92,8 @@ def write(
 def _with_student(
     arguments: tuple[str, ...], flags: dict[str, str | None]
 ) -> tuple[tuple[str, ...], dict[str, str | None]]:
-    """Set the student to the teacher if neither a file nor an option names a student.
-
-    A cache needs only the tokenizer of the student, which must be the teacher's tokenizer.
+    """Set the student to the teacher if neither a file nor an option names a student. A cache needs only the
+    tokenizer of the student, which must be the teacher's tokenizer.
     """
     if flags["student"] is not None or not all(map(is_override, arguments)):
         return arguments, flags

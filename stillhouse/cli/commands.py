@@ -132,7 +132,8 @@ def demo(out: Path, write: str | None) -> None:
         return
     from stillhouse.tools.demo.student import write_text_run
 
-    print_escaped(f"{out} has models, data and:\n  stillhouse distill {write_text_run(out)}")
+    config = write_text_run(out)
+    print_escaped(f"{out} has models, data and:\n  stillhouse distill {config}")
 
 
 @click.command()
@@ -166,10 +167,10 @@ def info() -> None:
 @click.argument("name", type=click.Choice(list(TASKS)))
 @click.option("--count", type=click.IntRange(1), required=True, help="Number of problems.")
 @click.option(
-    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Other seeds, other problems."
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Each seed gives other problems."
 )
-@click.option("--lengths", metavar="A:B", help="Shortest and longest problem. [default: the task's usual range]")
-@click.option("--held-out", is_flag=True, help="Problems of the held-out split, such as for data.eval.")
+@click.option("--lengths", metavar="A:B", help="Shortest and longest length. [default: the usual range of the task]")
+@click.option("--held-out", is_flag=True, help="Write held-out problems, for example for data.eval.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="A new JSONL file.")
 def task(name: str, *, count: int, seed: int, lengths: str | None, held_out: bool, out: Path) -> None:
     """Write problems whose answers can be verified.

@@ -17,29 +17,29 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 @click.command()
 @click.argument("path", type=_FOLDER, metavar="RUN_OR_CHECKPOINT")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the model.")
-@click.option("--step", metavar="N|best|last", help="Checkpoint of a run; best: by checkpoint.best. [default: last]")
+@click.option("--step", metavar="N|best|last", help="Checkpoint of a run; best uses checkpoint.best. [default: last]")
 @click.option(
     "--merge/--adapter",
     default=None,
-    help="An adapter merged into its base, as a plain model, or alone, for peft. [default: merged]",
+    help="Merge an adapter into its base, or export only the adapter, for peft. [default: merge]",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Of the weights. [default: the one that was trained]",
+    help="The dtype of the weights. [default: the dtype of training]",
 )
-@click.option("--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Of one file: KB, MB or GB.")
+@click.option("--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest file, in KB, MB or GB.")
 @click.option("--card/--no-card", default=True, help="Write a model card, README.md. [default: yes]")
 @click.option(
     "--mtp/--no-mtp",
     default=True,
-    help="The layers of student.mtp, with which transformers drafts. vLLM does not load them in a family that has"
-    " none of its own. [default: kept]",
+    help="Export the layers of student.mtp, which draft tokens in transformers. vLLM loads them only in families"
+    " that have such layers. [default: yes]",
 )
 @click.option(
     "--push",
     metavar="NAME/NAME",
-    help="Then upload the folder to this model repository of the hub. A new one is private. HF_TOKEN is the token.",
+    help="Upload the folder to this model repository of the hub, with the token HF_TOKEN. A new one is private.",
 )
 def export(
     path: Path,
@@ -93,16 +93,14 @@ def export(
 @click.argument("model", type=_FOLDER, metavar="MODEL_FOLDER")
 @click.option("--tasks", required=True, metavar="A,B", help="Names of tasks of lm-evaluation-harness.")
 @click.option("--task-folder", type=_FOLDER, help="Folder with definitions of further tasks (YAML).")
-@click.option("--limit", type=click.IntRange(1), help="Only so many examples of each task.")
+@click.option("--limit", type=click.IntRange(1), help="Use only this number of examples per task.")
 @click.option(
     "--few-shot", type=click.IntRange(0), metavar="N", help="Examples in a prompt. [default: the task's own]"
 )
-@click.option(
-    "--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Examples of a forward pass."
-)
+@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Examples per forward pass.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
-@click.option("--dtype", default="auto", show_default=True, help="Of the weights. auto: as they were saved.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="A new JSON file for the figures.")
+@click.option("--dtype", default="auto", show_default=True, help="Dtype of the weights. auto: as saved.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="New JSON file for the results.")
 def evaluate(
     model: Path,
     *,

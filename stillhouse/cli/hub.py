@@ -1,7 +1,7 @@
-"""Tests before models are loaded whether the hub can be reached, and whether it has them.
+"""Tests whether the Hugging Face hub can be reached, and whether it has the models, before models are loaded.
 
-The libraries would retry for most of a minute, after imports that take as long. In offline mode, they use only files
-that were downloaded before, and fail at once if there are none.
+Without this test, the libraries would first be imported and would then retry; each takes most of a minute. In offline
+mode, they use only files that were downloaded before, and fail at once if a file is missing.
 """
 
 import os
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from stillhouse.display import print_escaped
 
 SECONDS = 4.0
-#: the file that every model has
+#: a file that every model has
 CONFIG = "config.json"
 _ADDRESSES = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 _PORTS = {"http": 80, "": 80, "https": 443}  # any other scheme is SOCKS
@@ -39,7 +39,7 @@ def settle_offline(names: Iterable[str | None]) -> None:
         host, port = endpoint.hostname or "", endpoint.port or _PORTS.get(endpoint.scheme, 1080)
         socket.create_connection((host, port), timeout=SECONDS).close()
     except ValueError as error:  # also for an invalid host name
-        variables = " and ".join(name for name in os.environ if name.upper() in _ADDRESSES)  # a proxy's may be secret
+        variables = " and ".join(name for name in os.environ if name.upper() in _ADDRESSES)  # addresses may be secret
         raise ValueError(
             f"{variables}: the hub's address is not readable ({error}); expected a URL such as https://huggingface.co"
         ) from error
@@ -54,11 +54,11 @@ def settle_offline(names: Iterable[str | None]) -> None:
 
 
 def require_on_hub(models: Mapping[str, tuple[str, str | None]]) -> None:
-    """Raise ConfigError for a model that the hub does not have or give, or offline, that was not downloaded before.
+    """Raise ConfigError for a model that the hub lacks or refuses to give. In offline mode, raise it for a model that
+    was not downloaded before.
 
-    Asks the hub for config.json, which is needed in any case, unless it was downloaded before. Call this after
-    `settle_offline`. models: by configuration keys, their names and revisions. Any other failure is left to the
-    libraries, which try again.
+    Requests config.json, which every run needs, unless it was downloaded before. Call this after `settle_offline`.
+    models: names and revisions of models, by configuration key. Other failures are ignored here; the libraries retry.
     """
     on_hub = {key: model for key, model in models.items() if not os.path.exists(model[0])}
     if not on_hub or os.environ.get("RANK", "0") != "0":

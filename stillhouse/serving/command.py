@@ -16,21 +16,21 @@ from stillhouse.cli.hub import require_on_hub, settle_offline
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to listen on. One that other machines can reach needs a token, or --no-token.",
+    help="Address to listen on. If other machines can reach it, a token or --no-token is needed.",
 )
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=8000,
     show_default=True,
-    help="0: a free one, which the ready line names.",
+    help="Port to listen on. 0: a free port, which the server prints.",
 )
 @click.option(
     "--token",
     envvar="STILLHOUSE_TOKEN",
     show_envvar=True,
     metavar="TEXT",
-    help="Bearer token of all routes but /healthz. Other users of the machine can read an option; "
+    help="Bearer token of all routes except /healthz. Other users of the machine can read an option; "
     "the variable is safer.",
 )
 @click.option("--no-token", is_flag=True, help="Allow an address that other machines can reach without a token.")
@@ -38,43 +38,41 @@ from stillhouse.cli.hub import require_on_hub, settle_offline
     "--dtype",
     default="auto",
     show_default=True,
-    help="float32, bfloat16 or float16 of the model. auto: as it was saved.",
+    help="The dtype of the model: float32, bfloat16 or float16. auto: the saved dtype.",
 )
 @click.option(
     "--quantize",
     type=click.Choice(["int8", "nf4", "fp8"]),
-    help="Weights of the linear layers in 8 or 4 bits; fp8: their products, too, on a GPU. "
+    help="Store the weights of linear layers in 8 or 4 bits; fp8 also computes in 8 bits on a GPU. "
     "Needs stillhouse[low-bit] and one process.",
 )
 @click.option(
     "--device", default="auto", show_default=True, help="cpu, mps, cuda or cuda:N. auto: a GPU if there is one."
 )
-@click.option("--attention", metavar="NAME", help="As student.attention of a run, such as sdpa.")
+@click.option("--attention", metavar="NAME", help="Attention kernel, such as sdpa; see student.attention.")
 @click.option("--revision", metavar="NAME", help="Revision of a hub id.")
-@click.option(
-    "--images", is_flag=True, help="Accept documents or prompts with images, and load the vision tower for it."
-)
+@click.option("--images", is_flag=True, help="Accept documents or prompts with images, and load the vision tower.")
 @click.option(
     "--batch-tokens",
     type=click.IntRange(1),
     default=16384,
     show_default=True,
-    help="Tokens of a forward pass, and the longest sequence. Memory and speed only.",
+    help="The most tokens of a forward pass and of a sequence. Changes only memory and speed.",
 )
 @click.option(
     "--queue-tokens",
     type=click.IntRange(1),
     metavar="N",
-    help="Tokens of all requests at a time; more get 429. [default: 16 batches]",
+    help="The most tokens of all requests at a time; further requests get 429. [default: 16 batches]",
 )
 @click.option(
-    "--generate", is_flag=True, help="Write completions in place of signals, with weights that can be replaced."
+    "--generate", is_flag=True, help="Generate completions instead of signals, with weights that clients can replace."
 )
 @click.option(
     "--weights-root",
     type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path),
     metavar="FOLDER",
-    help="With --generate: load published weights from below this folder alone. [default: from anywhere]",
+    help="With --generate: load published weights only from inside this folder. [default: from anywhere]",
 )
 @click.option(
     "--deterministic",
@@ -82,7 +80,7 @@ from stillhouse.cli.hub import require_on_hub, settle_offline
     help="Compute each request by itself, so that its answer does not depend on other requests. Slower.",
 )
 @click.option("--max-top-k", type=click.IntRange(1), default=256, show_default=True,
-              help="Most ids per token of top_k, chosen and prompt_logprobs.")  # fmt: skip
+              help="The most ids per token of top_k, chosen and prompt_logprobs.")  # fmt: skip
 def serve(
     teacher: str,
     *,

@@ -1,4 +1,4 @@
-"""The images that a server accepts: what it tells of them in `GET /v1/info`, and the client's comparison with it."""
+"""The images that a server accepts: their description in `GET /v1/info`, and the client's check of its images."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,9 @@ from stillhouse.serving.wire import StrictBody
 
 
 class ImageSupport(StrictBody):
-    """processor, positions: the `processor_hash` of its processor, and the `positions_hash` of its model.
+    """processor, positions: the `processor_hash` of the server's processor, and the `positions_hash` of its model.
     max_images, max_bytes: the most images of a request, and the most bytes of their tensors.
-    max_pixels: the most pixels of the images of a sequence; None: an older server, which does not tell.
+    max_pixels: the most pixels of all images of a sequence, or None if an older server does not report it.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -30,8 +30,8 @@ class ImageSupport(StrictBody):
 
 
 def processor_hash(processor: MediaProcessor) -> str:
-    """A hash of a processor's settings, and of the tokens, shapes and integers that it makes of pictures. Pixels are
-    compared by the settings, because their last bits depend on the machine.
+    """A hash of a processor's settings, and of the tokens, shapes and integers that it makes of example pictures. The
+    hash does not include pixels, because their last bits depend on the machine.
     """
     documents = [
         {
@@ -52,8 +52,8 @@ def positions_hash(positions: Sequence[Tensor | None]) -> str:
 def require_accepted(
     url: str, support: ImageSupport | None, documents: Documents, processor: MediaProcessor, what: str
 ) -> None:
-    """Raise ValueError unless the server accepts images and has this processor, and DataError for the first document
-    with more images or pixels than it accepts in a request. documents: some have images. what: their name in errors.
+    """Raise ValueError unless the server accepts images and has this processor. Raise DataError for the first
+    document with more images or pixels than the server accepts. what: the documents' name; some have images.
     """
     if support is None:
         raise ValueError(f"{what} has images, and {url} accepts none: start it with stillhouse serve --images")
@@ -78,11 +78,11 @@ def require_accepted(
         require(document, int(counts_D[document]), support.max_images, "images")
     if support.max_pixels is not None:
         largest_pixels = MAX_PIXELS if processor.most_pixels is None else processor.most_pixels
-        # files are opened only where the number of images does not decide
+        # image files are opened only if the number of images does not guarantee that the pixels are within the limit
         for document in np.flatnonzero(counts_D * largest_pixels > support.max_pixels).tolist():
             pixels = sum(pixel_count(image, processor.most_pixels) for image in documents.media.of(document))
             require(document, pixels, support.max_pixels, "pixels in the images")
-    # the bytes of tensors are known only when the processor has made them: look at the most placeholder tokens alone
+    # the size of tensors is known only after processing, so only the document with the most placeholders is checked
     tokens = {at: processor.count_placeholders(documents.tokens(at)) for at in np.flatnonzero(counts_D).tolist()}
     heaviest = max(tokens, key=lambda document: tokens[document])
     tensors = processor.read(documents, heaviest, documents.tokens(heaviest)).tensors

@@ -1,4 +1,4 @@
-"""What this add-on registers: kinds of servers (ours, vLLM and SGLang), and servers as a source of signals."""
+"""The entries that this add-on registers: three kinds of servers, and servers as a source of a teacher's signals."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from stillhouse.config.source_kinds import SourceKind
 
 @dataclass(frozen=True)
 class HttpServer(ServerKind):
-    """A kind of server that is asked over HTTP, through a `ServerApi`.
+    """A kind of server that is used over HTTP, through a `ServerApi`.
 
     signals: the kinds of signals that the server can provide.
     any_temperature: whether log-probabilities can be requested at any temperature, not only at 1.
-    counts_next: whether the server's token limit includes a generated token; a document must then be a token shorter.
-    hint: for messages, how a server of this kind that generates completions is started.
+    counts_next: whether the server's token limit includes a generated token. A document must then be a token shorter.
+    hint: for messages, the way to start a server of this kind that generates completions.
     after_temperature: for messages, a server of this kind whose log-probabilities are computed after the temperature.
-        "": this is true for every server of this kind, and its log-probabilities are over the whole vocabulary.
+        It is "" if this is true for every server of this kind, with log-probabilities over the whole vocabulary.
     over_all_tokens: for messages, a server whose log-probabilities at temperature 1 are over all tokens; may be "".
     tells_tokenizer: whether the server's tokenizer can be compared with the student's.
     """
@@ -32,7 +32,7 @@ class HttpServer(ServerKind):
     tells_tokenizer: bool = True
 
     def api(self, *, is_tied: bool = False) -> Any:
-        """Make the `ServerApi`. is_tied: as for `open_engine`."""
+        """Make the `ServerApi`. is_tied: see `ServerApi`."""
         raise NotImplementedError
 
     def open_engine(self, urls: list[str], sampling: Any, *, is_tied: bool, **options: Any) -> Any:

@@ -10,13 +10,13 @@
     answer      offsets [D+1] int64     the rows of document d are offsets[d]:offsets[d+1] of the following tensors
                 hidden, ids, …          the tensors of the signal (`SignalSpec.tensors`)
 
-Its JSON is `ScoreOptions`, in a request also `images`, a list with `SentImages` for a document with images, otherwise
-null, and in an answer the teacher's identity (`teacher`). A request without images may be JSON instead (`ScoreBody`).
+The JSON under the key has the fields of `ScoreOptions`. In a request, it may also have the field `images`: a list
+with `SentImages` for each document with images, and null for each other document. In an answer, it also has the
+teacher's identity (`teacher`). A request without images may be plain JSON instead (`ScoreBody`).
 
-The tensors of images are those that the client's processor made, so that the pixels of a served model are those that
-the run makes for its own models, and a server decodes no image files. The body of `POST /inference/v1/generate` for a
-prompt with images has these tensors for one document, the prompt, and the JSON of a request without images, with
-`images`, as `generate` in its header.
+The client's processor makes the tensors of images. So a served model gets the same pixels as the models in the run,
+and a server decodes no image files. If a prompt has images, the body of `POST /inference/v1/generate` has the tensors
+of the prompt's images. Its header has, under the key `generate`, the JSON of a request without images, plus `images`.
 """
 
 import hashlib
@@ -38,16 +38,16 @@ from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
 
 T = TypeVar("T")
 KEY, _PROMPT_KEY = "score", "generate"
-#: the number of the format of these bodies, of prompts with images and of published weights. A change that an earlier
-#: client or server would misread, or refuse without saying why, raises it
+#: the version of the format of these bodies, of prompts with images, and of published weights. It is incremented by a
+#: change that an earlier client or server would misread, or refuse with an unclear error
 WIRE_FORMAT = 1
-#: the file of the teacher's output head, the answer of `GET /v1/head`
+#: the file with the teacher's output head, which `GET /v1/head` returns
 HEAD_FILE = "model.safetensors"
-#: the key of the list in the header, and the beginning of the tensors' names
+#: the key of the list of images in the header, and the prefix of the names of image tensors
 IMAGES, _PREFIX = "images", "image."
-#: the most bytes of a body's header, whose parts cost much more time than their bytes
+#: the most bytes of a body's header, because parsing its entries takes much more time than reading the bytes
 _HEADER_BYTES = 4 * 2**20
-#: the most lists in a body of JSON: as many as tokens of a request with ids for each, by far
+#: the most lists in a body of JSON; a valid request has far fewer, even with a list of ids for each token
 _MOST_LISTS = 2**18
 
 
@@ -55,11 +55,11 @@ class _FailFast(FailFast):
     __hash__ = object.__hash__  # unions hash their members
 
 
-#: a list whose validation stops at the first wrong value, because millions of values may be wrong
+#: a list whose validation stops at the first invalid value, because millions of values may be invalid
 FirstWrong = Annotated[list[T], _FailFast()]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _Side = Annotated[int, Field(ge=1, lt=2**31)]
-#: what a body has of images: the JSON `images`, and the tensors
+#: the images of a body: the JSON value of `images`, and the tensors
 ReceivedImages = tuple[Any, dict[str, Tensor]]
 
 
@@ -70,7 +70,7 @@ class StrictBody(BaseModel):
 
 
 class SentImages(StrictBody):
-    """sizes: the width and height of each picture that the processor got. sha256: see `images_hash`."""
+    """sizes: the width and height of each picture that the processor has read. sha256: see `images_hash`."""
 
     sizes: FirstWrong[tuple[_Side, _Side]] = Field(min_length=1, max_length=4096)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
@@ -88,13 +88,13 @@ class ScoreOptions(StrictBody):
     temperature: float | None = Field(default=None, gt=0)
 
     def spec(self) -> SignalSpec:
-        """Raises ValueError for options that do not fit together."""
+        """The signal. Raises ValueError for options that do not fit together."""
         is_default = self.temperature is None and self.signal != "hidden"
         return SignalSpec(self.signal, self.dtype, self.top_k, 1.0 if is_default else self.temperature)
 
 
 class ScoreBody(ScoreOptions):
-    """A request in JSON. rows: a range [start, stop) per document; absent: all rows. ids: [document][row][id]."""
+    """A request in JSON. rows: a range [start, stop) per document, or None for all rows. ids: [document][row][id]."""
 
     token_ids: FirstWrong[FirstWrong[int]] = Field(min_length=1)
     rows: FirstWrong[tuple[int, int]] | None = None
@@ -102,7 +102,7 @@ class ScoreBody(ScoreOptions):
 
 
 def require_few_lists(content: bytes) -> None:
-    """Raise ValueError for a body of JSON with millions of lists, which would take seconds to make and to free."""
+    """Raise ValueError for a body of JSON with millions of lists, because creating and freeing them takes seconds."""
     if (lists := content.count(b"[")) > _MOST_LISTS:
         raise ValueError(f"{lists} lists or '[': expected at most {_MOST_LISTS} in JSON")
 
@@ -114,7 +114,7 @@ def header_of(content: bytes, key: str) -> Any:
 
 
 def decode_body(content: bytes, key: str, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the JSON object `key` of a body's header, and the body's tensors. what: the body, for messages."""
+    """Return the JSON object `key` of a body's header, and the body's tensors. what: the body's name in messages."""
     with reading(f"{what} is not a safetensors body"):
         if (size := int.from_bytes(content[:8], "little")) > _HEADER_BYTES:
             raise ValueError(f"its header has {size:,} bytes: expected at most {_HEADER_BYTES:,}")
@@ -135,7 +135,7 @@ def images_hash(tokens: np.ndarray, images: MediaTensors) -> str:
 
 
 def encode_images(documents: Sequence[tuple[np.ndarray, MediaTensors | None]]) -> ReceivedImages:
-    """The entries of a header's JSON, and the tensors of a body. documents: tokens, and images or None."""
+    """Encode images as entries of a header's JSON, and as tensors. documents: tokens, and images or None."""
     tensors: dict[str, Tensor] = {}
     sent: list[dict[str, Any] | None] = [None] * len(documents)
     for number, (tokens, images) in enumerate(documents):
@@ -147,7 +147,7 @@ def encode_images(documents: Sequence[tuple[np.ndarray, MediaTensors | None]]) -
 
 
 def take_images(header: dict[str, Any], tensors: dict[str, Tensor]) -> ReceivedImages:
-    """Remove what `encode_images` has added, and return it for `decode_images`."""
+    """Remove the entries and tensors that `encode_images` has added, and return them for `decode_images`."""
     names = [name for name in tensors if name.startswith(_PREFIX)]
     return header.pop(IMAGES, None), {name: tensors.pop(name) for name in names}
 
@@ -155,7 +155,7 @@ def take_images(header: dict[str, Any], tensors: dict[str, Tensor]) -> ReceivedI
 def decode_images(
     sent: Any, tensors: Mapping[str, Tensor], documents: Sequence[np.ndarray]
 ) -> list[DocumentMedia | None]:
-    """The images of each document. documents: their tokens. Raises ValueError for other or changed images."""
+    """The images of each document. documents: the tokens of each. Raises ValueError for invalid or changed images."""
     images: list[DocumentMedia | None] = [None] * len(documents)
     if sent is None and not tensors:
         return images
@@ -186,26 +186,25 @@ def decode_images(
 
 
 def encode_prompt(body: dict[str, Any], images: MediaTensors) -> bytes:
-    """body: a request as JSON; its `token_ids` are the prompt"""
+    """Encode a request for a prompt with images. body: the JSON of the request; its `token_ids` are the prompt."""
     sent, tensors = encode_images([(np.array(body["token_ids"], dtype=np.int32), images)])
     return save(tensors, {_PROMPT_KEY: json.dumps(body | sent)})
 
 
 def decode_prompt(content: bytes) -> tuple[bytes, ReceivedImages]:
-    """The request as JSON, and the images of its prompt for `decode_images`. Raises ValueError for another body."""
+    """The request as JSON, and the prompt's images for `decode_images`. Raises ValueError for an invalid body."""
     body, tensors = decode_body(content, _PROMPT_KEY, "the request")
     images = take_images(body, tensors)
     if tensors:
-        raise ValueError(f"tensors {sorted(tensors)}: expected those of images alone")
+        raise ValueError(f"tensors {sorted(tensors)}: expected only tensors of images")
     return json.dumps(body).encode(), images
 
 
 def document_tensors(
     documents: Sequence[DocumentRows], images: Sequence[MediaTensors | None] | None = None
 ) -> ReceivedImages:
-    """The entries of a request's JSON for images, and all of its tensors but `ids`.
-
-    images: those of each document, read before; None: read them now
+    """The entries of a request's JSON for images, and all tensors of the request except `ids`. images: the images of
+    each document, if they were read before; if None, they are read now.
     """
     if images is None:
         images = [None if document.media is None else document.media.read() for document in documents]
@@ -223,7 +222,7 @@ def document_tensors(
 def encode_request(
     signal: SignalSpec, documents: Sequence[DocumentRows], images: Sequence[MediaTensors | None] | None = None
 ) -> bytes:
-    """images: see `document_tensors`"""
+    """Encode a request for signals. images: see `document_tensors`."""
     sent, tensors = document_tensors(documents, images)
     if chosen := [document.ids_NK for document in documents if document.ids_NK is not None]:
         tensors["ids"] = torch.cat(chosen).to(torch.int32)
@@ -231,7 +230,7 @@ def encode_request(
 
 
 def decode_request(content: bytes, content_type: str, most_documents: int) -> tuple[SignalSpec, list[DocumentRows]]:
-    """Raises ValueError with a one-line message unless the request is valid and has at most `most_documents`."""
+    """Read a request. Raises ValueError, with a message of one line, if it is invalid or has too many documents."""
     sent: ReceivedImages = None, {}
     try:
         if content_type == JSON:
@@ -286,7 +285,7 @@ def _require_few(sequences: int, most: int) -> None:
 
 
 def encode_answer(teacher: str, signal: SignalSpec, parts: Sequence[dict[str, Tensor]]) -> bytes:
-    """teacher: the teacher's identity. parts: for each document of the request, the signal's tensors."""
+    """Encode an answer. teacher: the teacher's identity. parts: the signal's tensors for each document."""
     names = list(parts[0])
     tensors = {name: torch.cat([part[name] for part in parts]).contiguous() for name in names}
     tensors["offsets"] = _offsets([len(part[names[0]]) for part in parts])
@@ -297,7 +296,7 @@ def decode_answer(
     content: bytes, signal: SignalSpec, width: int, documents: Sequence[DocumentRows]
 ) -> tuple[str, list[dict[str, Tensor]]]:
     """Return the teacher's identity, and the signal's tensors for each document. Raises ValueError if the answer is
-    truncated, belongs to another request, or has tensors of other shapes.
+    truncated or does not fit the request.
     """
     options, tensors = decode_body(content, KEY, "the answer")
     teacher = options.pop("teacher", None)

@@ -1,7 +1,7 @@
-"""`stillhouse check`: a dry run. It does everything that a run does before its first update, and prints the findings.
+"""`stillhouse check`: a dry run. It executes all steps of a run before the first update, and prints the findings.
 
-It shows models, tokenizer, template, data, and one step with its peak memory and the gradient norm of each term. It
-changes no weight and writes no file.
+It shows models, tokenizer, template and data, and one step with its peak memory and the gradient norm of each term.
+It changes no weight and writes no file.
 """
 
 import math
@@ -40,22 +40,22 @@ from stillhouse.tools.check_prompts import function_rows, in_brackets, prompt_ro
 
 #: the number of characters of the sample document that are shown
 _SAMPLE = 600
-#: a loss whose gradient is this many times smaller than another's is named
+#: the verdict names a loss whose gradient is this many times smaller than the largest gradient
 SMALLER = 30
 #: the name of the cross-entropy with its z-loss
 WITH_Z_LOSS = "with z_loss"
-#: the beginnings of names of regularisers, whose gradients are meant to be small beside those of the other losses
+#: the prefixes of the names of regularisers, whose gradients should be small compared with other losses' gradients
 _REGULARISERS = ("entropy", "objective.router_aux_loss")
 #: the number of documents with media that are shown
 _MEDIA_SAMPLES = 3
 
 Result = TypeVar("Result")
-#: a title and its text, or a line that is printed as it is
+#: a title with its text, or a complete line
 Row = tuple[str, str] | str
 
 
 def print_check(config: RunConfig) -> None:
-    """Print the findings. Raises the errors of the run; an error about the run's folder is raised last."""
+    """Print the findings. Raises the errors of the run. An error about the run's folder is raised last."""
     folder = RunFolder(Path(config.out))
     with closing(prepare(config, announce=is_first())) as session:
         models, data, schedule, rollout = session.models, session.data, session.schedule, session.rollout
@@ -86,7 +86,7 @@ def print_check(config: RunConfig) -> None:
 
 
 def _print(rows: Iterable[Row]) -> None:
-    for row in rows:  # some of them are collectives
+    for row in rows:  # making some rows is a collective
         if is_first():
             print_escaped(row if isinstance(row, str) else f"{row[0]:<16}{escaped(row[1], lines=True)}")
 
@@ -129,7 +129,7 @@ def _data_rows(data: Data, schedule: Schedule, rollout: RolloutPlan | None) -> I
 
 
 def _sample_rows(data: Data, *, on_policy: bool) -> Iterator[Row]:
-    """Show the first document, describe the first documents with media, and show those that have not been shown."""
+    """Show the first document, describe the first documents with media, and show those not shown before."""
     documents, processor = data.train.documents, data.processor
     words = "the completion follows it" if on_policy else "the tokens to predict are in ⟦ ⟧"
     yield "prompt" if on_policy else "sample", f"{documents.sources[0]}, {words}:"
@@ -152,9 +152,8 @@ def _sample(data: Data, document: int) -> str:
 
 
 def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
-    """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term.
-
-    Servers are not used to generate completions, because this would replace their weights by this student's.
+    """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term. Servers are
+    not used to generate completions, because their weights would be replaced by this student's weights.
     """
     engine = session.models.engine
     if session.rollout is not None and session.rollout.config.urls:
@@ -196,7 +195,7 @@ def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
     yield "one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}"
     yield "peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB"
     losses = list(single_losses(engine))
-    if len(losses) < 2:  # its gradient is that of the step
+    if len(losses) < 2:  # the gradient of the step has already been shown
         return
     yield f"running the same step with each of {len(losses)} losses alone …"
     norms = dict[str, float]()
@@ -211,10 +210,10 @@ def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
 
 
 def verdict(norms: Mapping[str, float]) -> str | None:
-    """Say whether a loss hardly counts beside the others. None: there is nothing to compare.
+    """A sentence about losses whose gradients are much smaller than the largest, or None for a single loss.
 
-    norms: the gradient norm of each loss with its coefficient. z_loss alone has none, and is left out. So is a
-        regulariser, unless its gradient is the largest.
+    norms: the gradient norm of each loss with its coefficient. The norm of the cross-entropy with its z-loss is
+    ignored, and the norm of a regulariser is ignored unless it is the largest.
     """
     norms = {name: norm for name, norm in norms.items() if name != WITH_Z_LOSS}
     largest = max(norms, key=lambda name: norms[name], default="")
@@ -228,13 +227,13 @@ def verdict(norms: Mapping[str, float]) -> str | None:
             times = f"{norms[largest] / norm:,.0f}"
             words.append(
                 f"the gradient of {name} is {times} times smaller than that of {largest}, so it hardly counts: "
-                f"multiply its coefficient by about {times} if it shall count as much, or leave it out"
+                f"multiply its coefficient by about {times} if it should count as much, or leave it out"
             )
             continue
         origin = next((origin for origin in ORIGINS if name.endswith(f" ({origin})")), None)
-        cause = f" (as it is if no document of the step is the {origin}'s)" if origin else ""
+        cause = f" (which is normal if no document of the step is the {origin}'s)" if origin else ""
         if name.startswith("policy_gradient"):
-            cause = " (as it is if all completions of a prompt have the same reward)"
+            cause = " (which is normal if all completions of a prompt have the same reward)"
         words.append(f"the gradient of {name} is 0 in this step{cause}")
     return "; ".join(words) or f"no gradient is {SMALLER} times smaller than another"
 
@@ -246,7 +245,7 @@ def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
 
 
 def single_losses(engine: Engine) -> Iterator[tuple[str, Engine]]:
-    """For each loss, its name and an engine with only this loss, scaled. z_loss is included in cross_entropy."""
+    """The name of each loss, and an engine with only this loss, scaled. z_loss is included in cross_entropy."""
     for name, spec in _single_terms(engine.objective):
         yield name, engine.with_losses(spec)
     for part in engine.parts:
@@ -275,9 +274,8 @@ def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
 
 
 def _peak_memory(device: torch.device) -> Callable[[], str]:
-    """Start measuring the peak memory of the GPU or, without a GPU, of the process (only on Linux).
-
-    Returns a function that returns the peak since this call as text.
+    """Start measuring the peak memory of the GPU or, without a GPU, of the process (only on Linux). Return a function
+    that returns the peak since this call as text.
     """
     reset = Path("/proc/self/clear_refs")
     if device.type == "cuda":

@@ -1,7 +1,7 @@
-"""The rows of `stillhouse check` about prompts and completions, and about the user's functions that get them.
+"""The rows of `stillhouse check` about prompts and completions, and about the user's functions for them.
 
-With completions in this job, the first step calls rewards, environments and tools. Otherwise, and for evaluations,
-`function_rows` calls each function once, so that one that fails is named before the run.
+If this job generates the completions, the first step calls rewards, environments and tools. Otherwise, and for
+evaluations, `function_rows` calls each function once, so that a failing function is found before the run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,14 +28,14 @@ from stillhouse.rollout.reward import mean_and_deviation
 from stillhouse.rollout.rollout import errors_of_signals
 from stillhouse.user_code.functions import REWARD
 
-#: the number of characters that are shown of a prompt, from its end, and of a completion
+#: the number of shown characters of a prompt (its end) and of a completion (its beginning)
 _PROMPT, _COMPLETION = 200, 600
-#: in place of a completion of a server, for rewards, environments and tools
+#: the text that rewards, environments and tools get instead of a server's completion
 STAND_IN = "A completion of stillhouse check."
 
 
 def prompt_rows(rollout: RolloutPlan, steps: int) -> Iterator[tuple[str, str]]:
-    """Yield the title and the text of the rows about each of several sources, and about the dataset's share."""
+    """Yield the title and the text of the rows about the sources of prompts, and about the dataset's share."""
     plan, sources = rollout.prompts, rollout.prompts.sources
     weights = sum(source.weight for source in sources)
     for settings, source, source_rollout in zip(rollout.sources, sources, rollout.configs, strict=False):
@@ -53,7 +53,6 @@ def prompt_rows(rollout: RolloutPlan, steps: int) -> Iterator[tuple[str, str]]:
     dataset = sum(source.dataset for source in sources)
     if not dataset:
         return
-    # of one source; more than one have no such warning
     if len(sources) == 1 and plan.prompts_per_step * min(sources[0].share, 1 - sources[0].share) < 1 - 1e-6:
         yield (
             "warning",
@@ -86,9 +85,8 @@ def sample_rows(data: Data, plan: RolloutPlan, samples: Sequence[Sample]) -> Ite
 
 
 def function_rows(session: Session) -> Iterator[tuple[str, str]]:
-    """Call the user's functions that the step above has not called. Yields the title and the text of the rows.
-
-    A collective of all processes. Raises the errors of the run about these functions.
+    """Call the user's functions that the step of the check has not called. Yields the title and the text of rows. A
+    collective of all processes. Raises the errors of the run about these functions.
     """
     if session.rollout is not None and session.rollout.config.urls:
         require_end_of_turns(session.models, session.data, session.rollout)
@@ -118,7 +116,7 @@ def function_rows(session: Session) -> Iterator[tuple[str, str]]:
 
 
 class _StandIn:
-    """Completes every prompt with `STAND_IN`: servers have other weights, this job perhaps no room for a copy."""
+    """Completes every prompt with `STAND_IN`: the servers have other weights, and a copy may need too much memory."""
 
     def __init__(self, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]):
         self._ranks = ranks
@@ -137,7 +135,7 @@ class _StandIn:
 
 
 def in_brackets(tokenizer: PreTrainedTokenizerBase, ids_N: np.ndarray, is_marked_N: np.ndarray) -> str:
-    """The text of tokens, with the marked ones in brackets."""
+    """The text of tokens, with the marked tokens in brackets."""
     text, tokens = "", zip(is_marked_N.tolist(), ids_N.tolist(), strict=True)
     for is_marked, stretch in groupby(tokens, key=itemgetter(0)):
         piece = tokenizer.decode([token for _, token in stretch])

@@ -1,7 +1,7 @@
 """Exports the student of a run or a checkpoint as a plain Hugging Face folder: `stillhouse export`.
 
-Under every layout, a checkpoint contains the student as full (not sharded) tensors. So an export needs one process
-and has one file of weights in memory at a time. Merging an adapter loads the full model into host memory.
+Under every layout, a checkpoint contains the student as full (not sharded) tensors. So an export needs only one
+process, with one file of weights in memory at a time. Merging an adapter loads the full model into host memory.
 """
 
 import json
@@ -49,8 +49,8 @@ _WEIGHTS, _STUDENT = ".safetensors", "student/"
 class ExportSettings:
     """The options of an export.
 
-    merge: whether an adapter is merged into its base. None: it is merged if there is one.
-    dtype: of the weights. None: the dtype of training. shard_bytes: the largest size of one file.
+    merge: whether an adapter is merged into its base. If it is None, an adapter is merged if there is one.
+    dtype: the dtype of the weights, or None for the dtype of training. shard_bytes: the largest size of one file.
     card: whether README.md is written. mtp: whether the student's MTP layers are exported.
     """
 
@@ -62,14 +62,14 @@ class ExportSettings:
 
 
 def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings) -> IntactCheckpoint:
-    """Write the student of a run's folder or of a checkpoint to the new folder `out`; returns the checkpoint.
+    """Write the student of a run's folder or of a checkpoint to the new folder `out`, and return the checkpoint.
 
-    step: if `path` is a run's folder: a number, "best" or "last" (None: last).
+    step: if `path` is a run's folder, its checkpoint: a number, "best", or "last", which None also means.
 
     Raises ValueError if the folder is not a run, if the checkpoint is damaged or removed during the export, if an
     adapter's base has changed, or if the dtype cannot represent the weights.
     """
-    out = out.resolve()  # it may be a link to an empty folder
+    out = out.resolve()  # `out` may be a link to an empty folder
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} exists and is not empty: expected a new folder")
     checkpoint = verified(_chosen(path, step), with_student=True)
@@ -110,7 +110,7 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
 def _write_student(
     checkpoint: IntactCheckpoint, base: StudentConfig | None, settings: ExportSettings, folder: Path, *, merges: bool
 ) -> None:
-    """Write the files of the student. base: of an adapter, which is merged into it if `merges`."""
+    """Write the files of the student. base: the base of the student's adapter. merges: whether both are merged."""
     student = checkpoint.path / "student"
     files = [name.removeprefix(_STUDENT) for name in checkpoint.state.files if name.startswith(_STUDENT)]
     models = checkpoint.state.progress.models
@@ -132,7 +132,7 @@ def _write_student(
 def _chosen(path: Path, step: str | None) -> Path:
     if (path / STATE).is_file():
         if step is not None:
-            raise ValueError(f"--step: {path} is one checkpoint already: expected a run's folder with --step")
+            raise ValueError(f"--step: {path} is a checkpoint: expected the folder of a run with --step")
         return path
     if not (path / "config.yaml").is_file():
         raise ValueError(f"{path} is neither a run nor a checkpoint: expected the `out` folder of a run")
@@ -160,9 +160,8 @@ def _chosen(path: Path, step: str | None) -> Path:
 
 
 def _config_and_mtp(source: Path) -> tuple[PretrainedConfig | None, tuple[str, ...]]:
-    """Return the configuration of a model's folder without MTP layers, and the prefixes of these layers' weights.
-
-    For a folder with only an adapter, the configuration is None.
+    """Return the configuration of a model's folder without MTP layers, and the prefixes of these layers' weights. For
+    a folder with only an adapter, the configuration is None.
     """
     if not (source / CONFIG_NAME).is_file():
         return None, ()
@@ -175,12 +174,7 @@ def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, s
     stored = stored_tensors(source)
     wanted = None if dtype is None else parse_dtype(dtype)
     config, mtp_prefixes = (None, ()) if settings.mtp else _config_and_mtp(source)
-    kept: list[str] = []  # parts of the names of weights that transformers keeps in float32 for every dtype
-    if wanted in (torch.bfloat16, torch.float16) and (source / CONFIG_NAME).is_file():
-        full = read_configuration(str(source))
-        with reading(f"{full.name_or_path}: its configuration cannot be read"), torch.device("meta"):
-            model = auto_class(full, multimodal=True).from_config(full, trust_remote_code=False)
-        kept = sorted(model._keep_in_fp32_modules_strict or [])
+    kept = _kept_in_float32(source) if wanted in (torch.bfloat16, torch.float16) else []
     with ExitStack() as opened:
         paths = [source / name for name in sorted(names) if name.endswith(_WEIGHTS)]
         files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]
@@ -208,12 +202,8 @@ def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, s
         config.save_pretrained(target)
     _copy_others(source, names, target)
     if dtype is not None and (target / CONFIG_NAME).is_file():
-
-        def with_dtype(section: dict[str, Any]) -> dict[str, Any]:
-            return {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in section.items()}
-
-        content = json.loads((target / CONFIG_NAME).read_bytes(), object_hook=with_dtype)
-        (target / CONFIG_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        content = json.loads((target / CONFIG_NAME).read_bytes())
+        (target / CONFIG_NAME).write_text(json.dumps(_with_dtype(content, dtype), indent=2) + "\n", encoding="utf-8")
 
 
 def _copy_others(source: Path, names: Iterable[str], target: Path) -> None:
@@ -223,6 +213,21 @@ def _copy_others(source: Path, names: Iterable[str], target: Path) -> None:
         if not is_weights and not (target / name).exists():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
+
+
+def _kept_in_float32(source: Path) -> list[str]:
+    """The parts of the names of weights that transformers keeps in float32 for every dtype of the model."""
+    if not (source / CONFIG_NAME).is_file():
+        return []
+    config = read_configuration(str(source))
+    with reading(f"{config.name_or_path}: its configuration cannot be read"), torch.device("meta"):
+        model = auto_class(config, multimodal=True).from_config(config, trust_remote_code=False)
+    return sorted(model._keep_in_fp32_modules_strict or [])
+
+
+def _with_dtype(content: dict[str, Any], dtype: str) -> dict[str, Any]:
+    nested = {key: _with_dtype(value, dtype) if isinstance(value, dict) else value for key, value in content.items()}
+    return {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in nested.items()}
 
 
 def _model_card(

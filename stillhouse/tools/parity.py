@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 4 -m stillhouse parity run.yaml
 
-The layouts are those of the engine that the run has (`parallel.engine`); the step in one process is always torch's.
+The run's engine (`parallel.engine`) computes the layouts. The step in one process is the reference, and always uses
+torch's engine.
 
-It uses the run's own models and data, in float32, so that a difference comes from the layout and not from rounding.
-For an on-policy run, every process generates the same completions once. Every process also computes the reference,
-so both models and the student's gradients must fit into one process.
+The command uses the run's models and data, in float32, so that a difference comes from the layout and not from
+rounding. For an on-policy run, every process generates the same completions once. Every process also computes the
+reference, so both models and the student's gradients must fit into one process.
 """
 
 import math
@@ -42,9 +43,9 @@ from stillhouse.signals import NoTeacher, SignalSource
 
 #: the relative difference up to which two float32 gradients count as equal
 SAME = 1e-4
-#: keys that change how a layout computes, and that its step here does not have
+#: keys that change the computation of a run's layout, and that this command does not use
 LEFT_OUT = ("train.compile", "train.residual_dtype", "parallel.gather_dtype", "parallel.offload")
-#: the number of the step's micro-batches per process; each has one packed sequence
+#: the number of micro-batches per process; each has one packed sequence
 MICRO_BATCHES = 2
 HEADER = f"{'layout':<40}{'loss':>10}{'gradient':>10}  verdict"
 
@@ -55,9 +56,8 @@ Name = TypeVar("Name")
 class Row:
     """The result for one layout.
 
-    loss, gradient: relative differences from the step in one process.
-    parameter: the parameter with the largest difference of the gradient, which is `gradient`.
-    refused: the reason if the layout is not possible, otherwise "".
+    loss: the relative difference of the loss from the reference. gradient: the largest relative difference of a
+    parameter's gradient. parameter: this parameter's name. refused: the reason if the layout is impossible, or "".
     """
 
     layout: str
@@ -78,9 +78,8 @@ class Row:
 
 
 def layouts(engine: EngineCapabilities, processes: int, *, experts: bool = False) -> list[Layout]:
-    """The layouts with one degree above 1; for an even number of processes from 4 on, those with two, too.
-
-    experts: whether to include expert parallelism, because a model has experts.
+    """The layouts with one degree above 1. For an even number of at least 4 processes, the layouts with two degrees
+    above 1 are included. experts: whether expert parallelism is included, because a model has experts.
     """
     axes = engine.axes
     choices = [Degrees(**{axis: processes}) for axis in axes]
@@ -99,16 +98,16 @@ def layouts(engine: EngineCapabilities, processes: int, *, experts: bool = False
 
 
 def left_out(config: RunConfig) -> list[str]:
-    """The keys of the configuration that are set, and that `parity` does not compare."""
+    """The keys that are set in the configuration and that `parity` does not compare."""
     values, name = dotted_values(config), config.parallel.engine
     engine = capabilities(name)
-    # torch's layouts recompute layers here, too
+    # torch's layouts also recompute layers here
     keys = [*LEFT_OUT, f"parallel.{name}", *["train.activation_checkpointing"] * engine.recomputes]
     return [f"{key}={values[key]}" for key in keys if values.get(key)]
 
 
 def compare_layouts(config: RunConfig) -> Iterator[Row]:
-    """One row per layout, replicated on all processes. Raises ConfigError and ValueError as a run does."""
+    """Yield one row per layout, the same on all processes. Raises ConfigError and ValueError as a run does."""
     exact = {"dtype": "float32"}
     several = {
         name: teacher.model_copy(update=exact) if "dtype" in teacher.source_kind.beside else teacher
@@ -126,7 +125,7 @@ def compare_layouts(config: RunConfig) -> Iterator[Row]:
     config = config.model_copy(update=in_float32)
     setup, alone = RunSetup(config), config.parallel.model_copy(update={"engine": "torch", "sequence": False})
     in_one_process = RunSetup(config.model_copy(update={"parallel": alone}))
-    _ = setup.objective.spec, setup.stores  # raise their errors first
+    _ = setup.objective.spec, setup.stores  # errors of the objective and the stores come first
     require_adapters(config.student)
     device, processes = setup.device, process_count()
     require_attention(config.student, setup.teachers, device)
@@ -168,7 +167,7 @@ def compare_layouts(config: RunConfig) -> Iterator[Row]:
 
 
 def _generated(config: RunConfig, data: Data, engine: Engine, sequences: int) -> StepMicroBatches:
-    """A step on completions that the student generates in this process; they are the same in all processes."""
+    """A step on completions that the student generates in this process. All processes generate the same ones."""
     (student,), prompts, rollouts = engine.student.decoders, data.train.documents, config.rollouts
     eos, tokens = eos_ids(data.tokenizer, student), config.train.micro_batch_tokens
     samplings = [sampling_of(rollout, eos) for rollout in rollouts]
@@ -191,9 +190,9 @@ def _generated(config: RunConfig, data: Data, engine: Engine, sequences: int) ->
 
 
 def _gradient(engine: Engine, source: SignalSource, step: StepMicroBatches, seed: int) -> float:
-    """Run one step and return its loss; the gradient stays in the student. seed: for initialising an adapter."""
+    """Run one step and return the loss; the gradient stays in the student. seed: the seed for adapter weights."""
     for student in engine.student.decoders:
-        student.eval()  # dropout would use other random numbers under each layout
+        student.eval()  # under each layout, dropout would use other random numbers
     engine.student.initialize_adapter(seed, fresh=False)  # with B = 0, A's gradient would be 0
     micro_batches = engine.student.shard(step)
     source = source if engine.needs_teacher else NoTeacher()
@@ -205,9 +204,8 @@ def _gradient(engine: Engine, source: SignalSource, step: StepMicroBatches, seed
 
 def differences(engine: Engine, gradients: dict[str, Tensor], least: float) -> Iterator[tuple[str, float]]:
     """For each parameter on this process, the relative difference between its gradient and the reference gradient.
-
-    The difference is divided by the larger of the reference's norm and `least`. A sharded gradient is all-gathered,
-    so all processes with a shard of it must call this.
+    The norm of the difference is divided by the larger of the reference's norm and `least`. A sharded gradient is
+    all-gathered, so all processes that have a shard must call this function.
     """
     for name, gradient in engine.gradients():
         reference = gradients.get(name)
@@ -218,7 +216,7 @@ def differences(engine: Engine, gradients: dict[str, Tensor], least: float) -> I
 
 
 def worst(errors: Iterable[tuple[Name, float]]) -> tuple[Name, float]:
-    """The largest error with its name. NaN counts as larger than any number."""
+    """The largest error with its name. NaN is treated as larger than any number."""
     return max(errors, key=lambda error: (math.isnan(error[1]), error[1]))
 
 

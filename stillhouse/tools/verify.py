@@ -1,8 +1,8 @@
 """`stillhouse verify`: checks that the files of a run's folder are unchanged, without loading a model.
 
 Every checkpoint must match its hashes and have all tensors. The values of config.yaml that determine the weights must
-be those with which the newest checkpoint was written. metrics.jsonl must match the hash in the newest
-checkpoint and repeat no step. The final model must match its hashes.
+be the same as when the newest checkpoint was written. metrics.jsonl must match the hash in the newest checkpoint and
+repeat no step. The final model must match its hashes.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from stillhouse.output.progress import Progress, read_state
 
 
 class Finding(NamedTuple):
-    """One row of the table. problem: the error. None: `detail` describes the result."""
+    """One row of the table. problem: the error, or None. Without an error, `detail` describes the result."""
 
     part: str
     detail: str = ""
@@ -34,7 +34,7 @@ class Finding(NamedTuple):
 
 
 def verify_run(path: Path) -> Iterator[Finding]:
-    """One finding per part of the folder. Raises ValueError for a folder without a run."""
+    """Yield one finding per part of the folder. Raises ValueError if the folder contains no run."""
     folder = RunFolder(path)
     if not (path / "config.yaml").is_file():
         raise ValueError(f"{path} contains no run: it has no config.yaml. Give the `out` folder of a run")
@@ -57,7 +57,7 @@ def verify_run(path: Path) -> Iterator[Finding]:
 
 
 def _finding(part: str, described: Callable[[], str]) -> Finding:
-    """described: a function that returns the detail, or raises ValueError for a problem."""
+    """Make a finding. described: a function that returns the detail, or raises ValueError for a problem."""
     try:
         return Finding(part, described())
     except ValueError as error:

@@ -1,9 +1,9 @@
 """Writes a cache of a teacher's signals for the data of a run: the command `stillhouse cache`.
 
 The teacher runs in this job or on servers, and scores each document once for any number of runs. The division into
-shards depends only on the order and the sizes of the documents, so a command that was interrupted is continued by the
-next one. `cache.json`, which describes the cache, is written before the first shard, the record of a shard after the
-shard, and the index, which readers need, at the end.
+shards depends only on the order and the sizes of the documents, so that the next command can continue an interrupted
+one. `cache.json`, which describes the cache, is written before the first shard. The record of a shard is written
+after the shard. The index, which readers need, is written at the end.
 """
 
 import json
@@ -77,18 +77,18 @@ def write_cache(
 ) -> CacheManifest:
     """Write the signals of a run's teacher for its training and held-out documents, or continue to write them.
 
-    kind, top_k, dtype, with_label: the signal of a teacher in this job; a served teacher has `teacher.signal`.
+    kind, top_k, dtype, with_label: the signal of a teacher in this job. Servers give the signal `teacher.signal`.
     top_k: ids per token for "top_k", samples per token for "sampled", both at the temperature of the run's objective.
-    dtype: the dtype of the stored numbers. None: float32, or the teacher's own dtype for hidden states.
+    dtype: the dtype of the stored numbers. If it is None: float32, or the teacher's dtype for hidden states.
     with_label: whether "top_k" also includes the actual next token.
 
-    All processes of a job must call this. Raises ConfigError if the configuration has no teacher, or a server has
-    another teacher. Raises ValueError if the folder contains anything else, or if signals are not finite.
+    All processes of a job must call this. Raises ConfigError if the configuration has no teacher, or if a server has
+    another teacher. Raises ValueError if the folder contains other files, or if signals are not finite.
     """
     setup = RunSetup(config)
     is_served = config.teacher is not None and "signal" in config.teacher.source_kind.options
     teacher = None if is_served else _teacher_in_job(setup)
-    # the documents must be those of a run from the cache, which does not know what the teacher reads
+    # no document is dropped for its length in the teacher's tokens, which a run with the cache does not know
     data = load_run_data(config, setup.stores, fits_teachers=False)
     entries = list(cache_documents(data))
     if teacher is None:
@@ -128,7 +128,7 @@ def write_cache(
 
 
 class CacheEntry(NamedTuple):
-    """A document of a cache: the number of its split, its number in it, and the rows that are stored."""
+    """A document of a cache: the number of its split, the document's number in the split, and the stored rows."""
 
     split: int
     number: int
@@ -142,10 +142,10 @@ def _read(
     entries: Sequence[CacheEntry],
     places: Sequence[int],
 ) -> list[dict[str, Tensor]]:
-    """Request signals of documents as the teacher reads them, and return them in the student's rows.
+    """Request signals of documents as the teacher reads them, and return the signals of the student's rows.
 
-    splits: the documents of each split, for the student and as the teacher reads them. media_inputs: the teacher's.
-    places: of the documents in `entries`.
+    splits: the documents of each split as the student and as the teacher reads them. media_inputs: the inputs of the
+    teacher. places: the positions of the documents in `entries`.
     """
     result: list[dict[str, Tensor]] = []
     for split, part in groupby((entries[place] for place in places), key=lambda entry: entry.split):
@@ -153,7 +153,7 @@ def _read(
         substitutions, requests, rows = documents.substitutions_of(SINGLE), list[DocumentRows](), list[np.ndarray]()
         for _, number, document in part:
             teacher_rows = substitutions.rows(number, len(document.tokens))
-            # a row that predicts a token of media has no weight in a run: the row before it stands for it
+            # a row that predicts a token of media has no weight in a run; the signal of the row before it is stored
             row_N = np.maximum.accumulate(teacher_rows[document.rows.start : document.rows.stop])
             media = None if media_inputs is None else media_inputs.of(as_read, number)
             span = range(int(row_N[0]), int(row_N[-1]) + 1)
@@ -174,7 +174,7 @@ def _local_teacher(
     *,
     with_label: bool,
 ) -> tuple[SignalStore, Decoder]:
-    """The teacher of a cache, loaded in this process, as a store of signals. Arguments: see `write_cache`."""
+    """Load the teacher of a cache in this process, as a store of signals. Arguments: see `write_cache`."""
     name, identity, inputs = str(config.model), teacher_fingerprint(config), data.train.media_inputs
     processor = None
     if inputs is not None:
@@ -259,13 +259,11 @@ def _write_documents(
     ranks: Ranks,
 ) -> None:
     """Write a cache or its missing shards, with one shard in memory at a time. All n processes must call this; each
-    writes every n-th shard.
+    writes every n-th shard. Raises ValueError if the folder contains another cache or other files.
 
-    documents: the id and the rows of each document. shards: the positions of their documents in `documents`.
-    read: returns the signals of several documents, given by their positions.
+    documents: the id and the rows of each document. shards: the positions in `documents` of each shard's documents.
+    read: returns the signals of the documents at several positions.
     copy_teacher: writes the teacher's configuration, tokenizer and head.
-
-    Raises ValueError if the folder contains another cache or other files.
     """
     with folder_lock(out) if is_first() else nullcontext():
         if is_first():
@@ -297,7 +295,7 @@ def _write_documents(
 
 
 def _begin(out: Path, manifest: CacheManifest, copy_teacher: Callable[..., None]) -> None:
-    """Create the folder's files, or check that an existing folder has a part of the same cache."""
+    """Create the folder's files, or check that an existing folder contains a part of the same cache."""
     path = out / MANIFEST
     if path.is_file():
         existing = CacheManifest.from_json(path.read_text(encoding="utf-8"), path)
@@ -326,9 +324,8 @@ def _recorded_hash(out: Path, number: int) -> str:
 
 
 def divide(lengths: Sequence[int], rows: int) -> list[range]:
-    """Divide documents into shards of at most `rows` rows; a longer document has its own shard.
-
-    lengths: the number of rows of each document.
+    """Divide documents into shards of at most `rows` rows. A longer document is a shard by itself. lengths: the
+    number of rows of each document.
     """
     borders, shard_rows = list[int](), rows + 1
     for number, length in enumerate(lengths):

@@ -124,3 +124,21 @@ def test_an_add_on_without_a_key_of_its_own_may_have_any_name(tmp_path: Path) ->
     write_distribution(tmp_path, {"stillhouse.parts": {"loss": "kinds:Kind"}}, kind)
     done = run_python("import stillhouse.config", tmp_path, ROOT)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"),
+    [
+        ("check train.steps=1", 1, r"error: add_on 1\.0 registers 'fsdp' in .*: register it under another name\n"),
+        ("check --steps 1", 2, r"error: no such option '--steps'\nsee `stillhouse check --help`\n"),
+    ],
+)
+def test_a_command_reports_a_refused_add_on_in_one_line(
+    tmp_path: Path, arguments: str, code: int, error: str
+) -> None:
+    write_distribution(
+        tmp_path, {"stillhouse.engines": {"fsdp": "kinds:Kind"}}, {"kinds.py": "class Kind: field = int, 0"}
+    )
+    done = run_python(f"from stillhouse.cli import run\nprint(run({arguments.split()}))", tmp_path, ROOT)
+    assert done.stdout == f"{code}\n", done.stderr
+    assert re.fullmatch(error, done.stderr), done.stderr

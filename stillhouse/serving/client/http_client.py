@@ -1,8 +1,8 @@
-"""One exchange with a server, which may be broken or hostile, and the only ways to read its answer.
+"""Sends one request to a server, which may be broken or hostile, and reads its answer.
 
-An answer is bytes whose number is limited. A charset or a compression in its headers is not used. Everything else
-raises a ValueError, and text for messages has no control characters. A request's token, which a server may repeat, is
-replaced in all that comes from the server.
+An answer is a limited number of bytes. A charset or a compression in its headers is ignored. Invalid content raises a
+ValueError, and text for messages has no control characters. A server may repeat the bearer token of a request, so the
+token is replaced in everything that the server sends.
 """
 
 import reprlib
@@ -18,25 +18,25 @@ from stillhouse.display import escaped, first_line
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
-#: the most bytes of an answer about the server itself
+#: the most bytes of an answer that describes the server
 MOST_BYTES = 16 * 2**20
 #: a log-probability in JSON: NaN and infinity are no log-probabilities; rounding may put one slightly above 0
 LogProb = Annotated[float, Field(le=1e-3)]
-#: the number of something in a server's description of itself
+#: a size in a server's description, such as the number of rows of the head
 Size = Annotated[int, Field(ge=1, lt=2**31)]
-#: the most characters of an answer, and of a value in it, in a message
+#: the most characters that a message quotes of an answer, and of a value in an answer
 _SHOWN, _SHOWN_VALUE = 500, 100
-#: a shorter token may be a part of any answer by chance
+#: shorter bearer tokens are not replaced in answers, because an answer may contain the same characters by chance
 _LEAST_TOKEN = 8
 
 
 class NoAnswerError(Exception):
-    """A server cannot be reached, or its answer is none of HTTP or ends too early."""
+    """A server cannot be reached, or its answer is not valid HTTP or ends too early."""
 
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """A whole answer. server: the address of the server. path: that of the request."""
+    """A complete answer. server: the address of the server. path: the path of the request."""
 
     status: int
     content: bytes
@@ -50,7 +50,7 @@ class HttpAnswer:
 
     @property
     def text(self) -> str:
-        """The body as UTF-8, whatever its headers say. It may have any characters: messages take `message`."""
+        """The body as UTF-8, whatever its headers say. It may have control characters, so messages use `message`."""
         return self.content.decode(errors="replace")
 
     @property
@@ -64,7 +64,7 @@ class HttpAnswer:
         return escaped(text.strip())[:_SHOWN]
 
     def json(self) -> Any:
-        """Raises ValueError for a body that is no JSON, or has more than 200 levels or a number of 4,300 digits."""
+        """Raises ValueError if the body is not JSON, has more than 200 levels, or a number of over 4,300 digits."""
         try:
             return from_json(self.content)
         except ValueError as error:
@@ -72,23 +72,23 @@ class HttpAnswer:
 
 
 class HttpClient:
-    """Sends requests to servers. token: the bearer token. seconds: the limit for each of an answer's parts."""
+    """Sends requests to servers. token: the bearer token. seconds: the time limit for each part of an answer."""
 
     def __init__(self, token: str | None, seconds: float, connect_seconds: float):
         self._token = token if token is not None and len(token) >= _LEAST_TOKEN else None
-        # no compression: the size of a body is then the size in memory
+        # without compression, the size of a body is its size in memory
         self._headers = {"Accept-Encoding": "identity", "User-Agent": "stillhouse"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._limits = httpx2.Timeout(seconds, connect=connect_seconds).as_dict()
-        # a client of httpx2 would also keep cookies, decode bodies as their headers say, and log addresses
+        # not an `httpx2.AsyncClient`, which would keep cookies, decode bodies by their headers, and log addresses
         self._transport = httpx2.AsyncHTTPTransport(limits=httpx2.Limits(max_connections=None), trust_env=False)
 
     async def send(
         self, server: str, path: str, content: bytes | None, content_type: str, most_bytes: int
     ) -> HttpAnswer:
-        """Post the content; None: send a GET request. Redirects are not followed, so that no other server gets the
-        token. Raises NoAnswerError without a whole answer, and ValueError for one that is too long or encoded.
+        """Post the content, or send a GET request if it is None. Redirects are not followed, so that no other server
+        gets the token. Raises NoAnswerError for an incomplete answer, ValueError if it is too long or encoded.
         """
         method, headers = "GET" if content is None else "POST", self._headers | {"Content-Type": content_type}
         extensions = {"timeout": self._limits}
@@ -125,12 +125,12 @@ class HttpClient:
 
 
 def bytes_of_json(values: int, per_value: int = 512) -> int:
-    """The most bytes of an answer in JSON. values: how many numbers it has, each with `per_value` bytes around it."""
+    """The most bytes of an answer in JSON with this number of values, each with at most `per_value` bytes."""
     return 2**20 + per_value * values
 
 
 def parsed(kind: type[Parsed], content: str | bytes, what: str, hint: str = "") -> Parsed:
-    """Raises ValueError for JSON that is not of this kind, in one line with `what`, the first problem and `hint`."""
+    """Parse JSON as `kind`. Raises ValueError with `what`, the first problem and `hint` in one line."""
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:

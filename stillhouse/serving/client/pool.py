@@ -1,8 +1,8 @@
-"""Sends requests to the servers of one model, to each server at most `in_flight` at a time.
+"""Sends requests to the servers of one model. Each server gets at most `in_flight` requests at a time.
 
 If a server cannot answer a request, the request is sent to another server. After a failure, a server gets no requests
-for a pause, which grows with every failure. Every request ends with its answer or with an error: an attempt and
-the whole wait have limits that no byte, no informational answer and no Retry-After of a server extends.
+for a pause, which grows with every failure. Every request ends with an answer or with an error: each attempt and the
+whole wait have time limits. A server cannot extend them by slow bytes, informational answers or Retry-After.
 """
 
 import asyncio
@@ -22,25 +22,26 @@ from stillhouse.serving import JSON, SAFETENSORS
 from stillhouse.serving.client.http_client import MOST_BYTES, HttpAnswer, HttpClient, NoAnswerError
 
 T = TypeVar("T")
-#: sends a request with a path and a body to one server, and returns the answer, whatever its status. The body is
-#: posted as JSON; bytes: as a safetensors body; None: a GET request
+#: sends a request with a path and a body to one server, and returns the answer, even if its status is an error. The
+#: body is posted as JSON; bytes are posted as a safetensors body. If the body is None, a GET request is sent
 Ask = Callable[[str, Any], HttpAnswer]
 
 #: the most requests that one server gets at a time; engines batch them
 IN_FLIGHT = 16
-#: seconds of a server's pause after its first failure, and of the longest pause
+#: the length of a server's pause after its first failure, and of the longest pause, in seconds
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 #: a request ends with an error after this many damaged answers from each server
 MAX_BAD_ANSWERS = 5
 #: seconds without an answer before a line is printed about the wait
 QUIET_SECONDS = 2.0
-#: statuses after which a request is repeated: the server is overloaded, restarts, has lost its backend, or has failed
+#: statuses after which a request is repeated: the server is overloaded, restarts or has lost its backend; or it could
+#: not process the request
 _BUSY, _BROKEN = frozenset({408, 425, 429, 502, 503, 504}), 500
 _GIVEN_UP = "the request was given up, because the run ends"
 
 
 class UnreachableError(ServerError):
-    """One server has not answered at all."""
+    """A server has not answered a request in time."""
 
 
 class RefusedError(ValueError):
@@ -48,14 +49,14 @@ class RefusedError(ValueError):
 
 
 class AskAgainError(ValueError):
-    """`ServerRequest.parse` raises this for a complete answer that cannot be used: the request is sent again, and the
-    answer does not count as a failure of the server.
+    """`ServerRequest.parse` raises this error for a complete answer that cannot be used. The request is sent again,
+    and the answer does not count as a failure of the server.
     """
 
 
 class _TryAgainError(Exception):
     """An attempt has failed. fault: "damaged" if the answer cannot be used, "broken" if the server could not process
-    the request. pause: the seconds that a busy server requests.
+    the request, otherwise "". pause: the seconds for which a busy server wants no requests.
     """
 
     def __init__(self, message: str, fault: str = "", pause: float | None = None):
@@ -65,11 +66,13 @@ class _TryAgainError(Exception):
 
 @dataclass(frozen=True)
 class ServerRequest(Generic[T]):
-    """One request. parse: turns an answer into a result; raises ValueError for a damaged answer.
+    """One request.
 
-    content: the body, or a function that makes it for a server's URL at each attempt, in another thread if `is_slow`.
-    tokens: the request's size. most_bytes: the limit of an answer's size. absent: advice for the user if the server
-    does not know the path (404). statuses: the statuses of answers that `parse` reads.
+    content: the body, or a function that returns the body for a server's URL. The function is called for each
+    attempt, in another thread if `is_slow`.
+    parse: turns an answer into a result; raises ValueError for a damaged answer. statuses: the statuses of answers
+    that it reads. tokens: the request's size. most_bytes: the limit of an answer's size. absent: advice for the user
+    if the server does not know the path (404).
     """
 
     path: str
@@ -85,9 +88,9 @@ class ServerRequest(Generic[T]):
 
 @dataclass
 class Server:
-    """held: whether the server gets no requests. error: why the server is given up, if it is.
-    limits: of the requests in progress, each with the end that it has if the server answers another request before.
-    is_failing: whether it has failed, and has not answered since then.
+    """A server and its state. held: whether the server gets no requests. error: the reason if the server is given up.
+    limits: the time limits of the requests in progress. Each has the later end to which it is extended if the server
+    answers another request. is_failing: whether the server has failed and has not answered since then.
     """
 
     url: str
@@ -102,7 +105,7 @@ class Server:
     limits: dict[asyncio.Timeout, float] = field(default_factory=dict)
 
     def pause(self, seconds: float | None) -> None:
-        """Send no requests for the requested `seconds`; None: for a time that doubles after every failure."""
+        """Send no requests for these `seconds`, or, if None, for a time that doubles after every failure."""
         now = time.monotonic()
         if now < self.paused_until:  # another request has reported the same failure
             return
@@ -112,31 +115,31 @@ class Server:
         self.paused_until = now + max(FIRST_PAUSE, seconds) * random.uniform(1.0, 1.5)
 
     def record_answer(self) -> None:
-        """Let the other requests in progress take all of their time, because the server works."""
+        """Extend the time limits of the other requests in progress, because the server works."""
         self.last_answer = time.monotonic()
         for limit, end in self.limits.items():
             if not limit.expired():
                 limit.reschedule(end)
 
     def hold(self, error: ServerError | None = None) -> None:
-        """Send the server no more requests until `release`. error: why the server is given up, if it is. If all
-        servers are given up, requests raise the error.
+        """Send the server no more requests until `release`. error: the reason if the server is given up. If all
+        servers are given up, requests raise this error.
         """
         self.held, self.error = True, error
 
     def release(self) -> None:
-        """Send the server requests again, because it has answered the one for which it was held."""
+        """Send requests to the server again."""
         self.held, self.error, self.last_answer = False, None, time.monotonic()
 
 
 class ServerPool:
     """The servers of one model. All methods may be called from several threads.
 
-    timeout: seconds without an answer of any server after which requests fail.
+    timeout: requests fail if no server has answered for this number of seconds.
     warn: prints a line when a server fails, or answers again. token: the servers' bearer token.
     model, key: for messages, the name of the servers' model, and the key of the configuration with the timeout.
-    answer_seconds: the limit for one answer, from the connection to its last byte and its parsing; None: a quarter of
-    the timeout. in_flight: the most requests that one server gets at a time.
+    answer_seconds: the limit for one answer, from the connection to the end of parsing. If it is None, the limit is a
+    quarter of the timeout. in_flight: the most requests that one server gets at a time.
     """
 
     def __init__(
@@ -157,7 +160,7 @@ class ServerPool:
         self.timeout, self._warn = timeout, warn
         self._client = HttpClient(token, self._answer_seconds, connect_seconds=min(10.0, timeout / 4))
         self._closed = False
-        #: the URLs of servers that had failed and have answered again; the owner of the pool may remove them
+        #: the URLs of servers that have answered again after a failure; the owner of the pool may remove URLs
         self.returned: set[str] = set()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=f"{model} client", daemon=True).start()
@@ -165,8 +168,9 @@ class ServerPool:
     def score(
         self, calls: Sequence[ServerRequest[T]], url: str | None = None, timeout: float | None = None
     ) -> list[T]:
-        """The results of several requests, in their order. url: the only server that gets them. timeout: seconds,
-        instead of the pool's. Raises ServerError if no server answers, RefusedError if one refuses a request.
+        """Return the results of several requests, in the order of the requests. url: the only server that gets them.
+        timeout: replaces the pool's timeout. Raises ServerError if no server answers, and RefusedError if a server
+        refuses a request.
         """
         servers = [server for server in self.servers if url in (None, server.url)]
         seconds = self.timeout if timeout is None else timeout
@@ -182,13 +186,13 @@ class ServerPool:
         return self._wait(results)
 
     def submit(self, call: ServerRequest[T]) -> Future[T]:
-        """Send a request; returns at once. The future raises what `score` would raise."""
+        """Send a request, and return at once. The future raises the same errors as `score`."""
         return self._start(lambda: self._answered(call, self.servers, self.timeout))
 
     def asker(self, url: str, patience: float | None = None, most_bytes: int = MOST_BYTES) -> Ask:
         """Return a function that sends requests to one server, and repeats a request while the server starts or is
-        busy. patience: the seconds after which it raises UnreachableError; None: the pool's timeout, which limits
-        every request. most_bytes: the limit of an answer.
+        busy. patience: the seconds after which the function raises UnreachableError. If it is None, the pool's
+        timeout is used. most_bytes: the limit of an answer's size.
         """
         root, seconds = url.rstrip("/"), self.timeout if patience is None else patience
         return lambda path, body: self._wait(lambda: self._ask(root, path, body, seconds, most_bytes))
@@ -206,7 +210,7 @@ class ServerPool:
         if not self._closed:
             self._closed = True
             asyncio.run_coroutine_threadsafe(cancel(), self._loop).result()
-            # the loop runs one more second, so that a request that another thread has just begun ends with an error
+            # the loop runs for one more second, so that a request that has just begun in another thread gets an error
             self._loop.call_soon_threadsafe(self._loop.call_later, 1.0, self._loop.stop)
 
     def _start(self, answer: Callable[[], Awaitable[T]]) -> Future[T]:
@@ -254,7 +258,7 @@ class ServerPool:
             await asyncio.sleep(min(1.0, patience / 10))
 
     async def _answered(self, call: ServerRequest[T], servers: Sequence[Server], timeout: float) -> T:
-        """Send a request to one server after another until one of them answers, and return the result."""
+        """Send a request to one server after another until a server answers, and return the result."""
         wait, tried = _Wait(servers, timeout), 0.0
         faults = Counter[tuple[str, str]]()
         while True:
@@ -263,7 +267,7 @@ class ServerPool:
             server.calls, server.tokens = server.calls + 1, server.tokens + call.tokens
             try:
                 seconds = min(self._answer_seconds, max(FIRST_PAUSE, wait.left))
-                # another server may answer in the other half, if this one does not answer at all
+                # if this server does not answer at all, half of the time remains for another server
                 has_other = any(not (other.is_failing or other.held) for other in servers if other is not server)
                 result = await self._attempt(server, call, seconds, max(FIRST_PAUSE, wait.left / (1 + has_other)))
             except AskAgainError:
@@ -278,7 +282,7 @@ class ServerPool:
                 return result
             finally:
                 server.calls, server.tokens = server.calls - 1, server.tokens - call.tokens
-            # half of the time that is left, so that one more attempt fits
+            # at most half of the remaining time, so that one more attempt is possible
             server.pause(None if problem.pause is None else min(problem.pause, wait.left / 2))
             if problem.pause is None:
                 self._announce(server, str(problem))
@@ -292,15 +296,16 @@ class ServerPool:
                 raise ServerError(f"no server can process a request; {wait.problem}")
 
     async def _free_server(self, wait: "_Wait") -> Server:
-        """Wait for a server that is neither paused, held nor full; return the one with the fewest tokens in progress,
-        or the oldest last answer. Raises ServerError if all servers are given up, or have not answered in time.
+        """Wait until a server is neither paused, held nor full, and return it. If there are several, return the one
+        with the fewest tokens in progress; among equals, the one whose last answer is oldest. Raises ServerError if
+        all servers are given up, or if none has answered in time.
         """
         while True:
             now, servers = time.monotonic(), wait.servers
             working = [server for server in servers if server.error is None]
             if not working:
                 raise ServerError(str(servers[0].error)) from servers[0].error
-            # while weights are loaded on all servers, the limit of that counts (train.timeout)
+            # all servers are held while weights are loaded on them; loading has a time limit itself (train.timeout)
             if wait.left < 0 and not all(server.held for server in working):
                 silent = f"no server of the {self._model} has answered for {wait.seconds:g} seconds"
                 raise ServerError(f"{silent} ({self._key}); {wait.problem}")
@@ -315,7 +320,7 @@ class ServerPool:
             await asyncio.sleep(min([0.02, *waits]))
 
     async def _attempt(self, server: Server, call: ServerRequest[T], seconds: float, silent_seconds: float) -> T:
-        """silent_seconds: the limit while the server answers nothing else."""
+        """seconds: the limit of the attempt. silent_seconds: the limit if no other request is answered meanwhile."""
         content = call.content
         if not isinstance(content, bytes):
             content = await asyncio.to_thread(content, server.url) if call.is_slow else content(server.url)
@@ -349,7 +354,7 @@ class ServerPool:
         raise RefusedError(f"{answer.url}: {problem}{hint}")
 
     def _announce(self, server: Server, problem: str) -> None:
-        """Warn once when a server fails (`problem`), and once when it answers again ("")."""
+        """Warn once when a server fails, and once when it answers again. problem: the failure; "" for an answer."""
         if problem and not server.is_failing:
             self._warn(f"the {self._model}'s server {server.url} fails, and is asked again: {problem}")
         elif not problem and server.is_failing:
@@ -359,7 +364,7 @@ class ServerPool:
 
 
 class _Wait:
-    """How long a request has waited for its servers. problem: of the last attempt, with its server."""
+    """The time for which a request has waited. problem: the server and the problem of the last attempt."""
 
     def __init__(self, servers: Sequence[Server], seconds: float):
         self.servers, self.seconds, self._started = servers, seconds, time.monotonic()
@@ -367,6 +372,6 @@ class _Wait:
 
     @property
     def left(self) -> float:
-        """The seconds that are left until no server has answered for too long."""
+        """The remaining seconds until the request fails because no server has answered."""
         last = max(self._started, *(server.last_answer for server in self.servers))
         return last + self.seconds - time.monotonic()

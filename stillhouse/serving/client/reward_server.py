@@ -15,16 +15,15 @@ from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.pool import RefusedError, ServerPool, ServerRequest
 from stillhouse.user_code.functions import Turn, UserFunctionError, about_completion, finite_number, shown
 
-#: the most bytes of an answer
 MOST_BYTES = 65536
 _EXPECTED = 'expected {"reward": a finite number}'
 
 
 class RewardServer:
-    """The user's server at `url`. name: of the reward in error messages.
+    """The user's server at `url`. name: the name of the reward in error messages.
 
-    timeout: seconds without an answer after which rewards raise ServerError, and the limit for one answer.
-    warn: prints a line when the server fails, or answers again. token: the server's own bearer token.
+    timeout: rewards raise ServerError if the server has not answered for this number of seconds. It is also the limit
+    for one answer. warn: prints a line when the server fails, or answers again. token: the server's bearer token.
     """
 
     def __init__(self, url: str, name: str, timeout: float, warn: Callable[[str], None], token: str | None = None):
@@ -44,14 +43,14 @@ class RewardServer:
         source: str,
         turns: Sequence[Turn],
     ) -> Future[Any]:
-        """Request the reward of a completion; returns at once. source: `file:line` of the record. The future raises
-        UserFunctionError with the server and the completion if the server refuses the request or gives no finite
-        number, or if JSON cannot represent the record, and ServerError if it does not answer in time.
+        """Request the reward of a completion, and return at once. source: `file:line` of the record. The future
+        raises UserFunctionError if the server refuses the request or gives no finite number, or if JSON cannot
+        represent the record. It raises ServerError if the server does not answer in time.
         """
         about, named = about_completion(completion, source), Future[Any]()
 
         def parse(response: HttpAnswer) -> float:
-            answer = response.json()  # an error of JSON is a damaged answer: the request is repeated
+            answer = response.json()  # invalid JSON is a damaged answer, after which the request is repeated
             value = answer.get("reward", answer) if isinstance(answer, dict) else answer
             number = finite_number(value)
             if number is None or value is answer:
@@ -84,5 +83,5 @@ class RewardServer:
         return named
 
     def close(self) -> None:
-        """End the requests under way."""
+        """End the requests in progress."""
         self._pool.close()

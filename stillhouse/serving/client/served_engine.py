@@ -1,4 +1,4 @@
-"""Completions from servers that have the student's weights. Each token carries the version that generated it."""
+"""Completions from servers that have the student's weights. The version of the weights is known for each token."""
 
 import json
 import math
@@ -25,9 +25,9 @@ from stillhouse.serving.client.pool import AskAgainError, RefusedError, ServerPo
 from stillhouse.serving.client.served_weights import SECONDS_TO_DROP, UNKNOWN_WEIGHTS, ServedWeights, ServerState
 from stillhouse.serving.client.server_api import Published, ServerApi, VersionSpan
 
-#: the most requests that one server gets at a time; an engine batches as many as it can and queues the others
+#: the most requests that one server gets at a time; the server batches as many as it can and queues the others
 IN_FLIGHT = 256
-#: the same with images, whose requests are large
+#: the same limit for requests with images, which are large
 IMAGES_IN_FLIGHT = 16
 #: the most bytes of a token in an answer: its text, its bytes, its log-probability and perhaps its version
 COMPLETION_TOKEN_BYTES = 4096
@@ -36,20 +36,21 @@ COMPLETION_TOKEN_BYTES = 4096
 class ServedEngine:
     """Servers of one kind that generate the student's completions (a RemoteEngine).
 
-    vocabulary: rows of the student's head. Ids outside of it are not sent, because they end a vLLM, and not accepted.
-    timeout: seconds without an answer of any server after which futures raise ServerError, and the limit per answer.
+    vocabulary: the number of rows of the student's head. Ids outside the vocabulary are not accepted from a server,
+        and not sent, because vLLM would end.
+    timeout: futures raise ServerError if no server has answered for these seconds. It is also the limit per answer.
     warn: is called with a line when a server fails or answers again. token: the servers' bearer token.
-    update_timeout: seconds after which a server that has not loaded new weights counts as one that does not answer.
-    keep_weights: the servers keep the weights that they have, such as a teacher's. Otherwise `update_weights` must be
+    update_timeout: a server that has not loaded new weights after these seconds counts as unreachable.
+    keep_weights: whether the servers keep their own weights, such as a teacher's. Otherwise `update_weights` must be
         called before `generate`.
     probes: prompts that each server completes after it has loaded weights (see `weights.probed`).
-    processor: that of the prompts' images. image_prompts: those that are compared with the servers' limits.
-    run: the identity of the run that published weights must have; empty: of any run. Adapters that an earlier process
-        of this run has left on the servers are dropped.
-    other_samplings: those of requests that have their own; log-probabilities are proved for them, too.
+    processor: the processor of the prompts' images. image_prompts: the prompts that must fit the servers' limits.
+    run: the identity of the run whose published weights are accepted. If it is empty, those of any run are accepted.
+        Adapters that an earlier process of this run has left on the servers are dropped.
+    other_samplings: samplings of single requests. The log-probabilities are also proved for them.
 
-    Raises ValueError for a server whose log-probabilities cannot be used for training. With keep_weights, they are
-    not checked, but all servers must have the same weights.
+    Raises ValueError for a server whose log-probabilities cannot be used for training. With keep_weights, the
+    log-probabilities are not checked, but all servers must have the same weights.
     """
 
     def __init__(
@@ -106,9 +107,8 @@ class ServedEngine:
     def generate(
         self, requests: Sequence[GenerationRequest], inbox: CompletionInbox | None = None
     ) -> list[Future[Completion]]:
-        """Request completions, and return at once. Raises ValueError for ids outside of the vocabulary.
-
-        inbox: gets the completions and the errors of the futures.
+        """Request completions, and return at once. Raises ValueError for ids outside the vocabulary.
+        inbox: also receives the completions and the errors of the futures.
         """
         newest = self.weights.newest
         if newest is None:
@@ -128,7 +128,7 @@ class ServedEngine:
     def update_weights(self, version: int, folder: Path | None) -> None:
         """Load a published version on all servers in parallel, and prove that they generate with it. A server that
         does not answer gets the version when it answers again. Raises ServerError if no server answers, or if a
-        server answers that it cannot load the version; that server then stays paused.
+        server reports that it cannot load the version. This server then stays paused.
         """
         if folder is None:
             raise ValueError("servers read weights from a folder: expected the one that was published")
@@ -168,7 +168,7 @@ class ServedEngine:
 
         def content(url: str) -> bytes:
             server = self.weights.servers[url]
-            # if the weights have become unknown after this server was chosen, its answer will be discarded
+            # if the weights of this server have become unknown since it was chosen, its answer will be discarded
             published = server.published or UNKNOWN_WEIGHTS
             attempt[:] = [(server, published)]
             model = self.weights.adapter_of(published) or server.model
@@ -191,7 +191,7 @@ class ServedEngine:
         self, response: HttpAnswer, server: ServerState, published: Published, sampling: Sampling, limit: int
     ) -> Completion:
         """published: the server's version when the request was sent. Raises ValueError for a damaged answer, and
-        AskAgainError if the server has generated it with other weights than the student's.
+        AskAgainError for an answer that the server has generated with other weights than the student's.
         """
         adapter = self.weights.adapter_of(published)
         if response.status != 200:
@@ -201,7 +201,7 @@ class ServedEngine:
             raise AskAgainError
         answer = self._api.parse(response, adapter)
         versions_N = token_versions(answer.spans, self.weights.versions, len(answer.ids))
-        # without a label of each token, an adapter's name or unchanged weights show which weights have generated it
+        # if tokens have no labels, the version is known only for a named adapter, or if the weights have not changed
         is_marked = self._api.marks_tokens or adapter is not None
         has_changed = not is_marked and server.published is not published
         is_unknown = versions_N is None or versions_N.min() < published.version or published is UNKNOWN_WEIGHTS
@@ -218,7 +218,7 @@ class ServedEngine:
 
 
 def token_versions(spans: Sequence[VersionSpan], versions: dict[str, int], count: int) -> np.ndarray | None:
-    """The version of each of the `count` tokens; None if `versions` lacks the label of a span. Raises ValueError
+    """The version of each of the `count` tokens, or None if `versions` lacks the label of a span. Raises ValueError
     unless the spans cover all tokens in order.
     """
     per_token: list[Any] = []

@@ -1,8 +1,8 @@
-"""A teacher behind servers: connects to them, gets the files of the teacher that a run needs, proves and asks them.
+"""A teacher on servers: connects to the servers, downloads the teacher's files, proves the servers, gets signals.
 
-`stillhouse serve` offers the teacher's configuration, tokenizer and output head. They are fetched once per machine
+`stillhouse serve` offers the teacher's configuration, tokenizer and output head. They are downloaded once per machine
 and teacher, and kept in `~/.cache/stillhouse/teachers`, or in `$STILLHOUSE_CACHE/teachers`. Every file is compared
-with its hash, even if an earlier run has fetched it.
+with its hash, even if an earlier run has downloaded it.
 """
 
 import hashlib
@@ -54,26 +54,27 @@ SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 #: with teacher.prove=auto, a local model with at most this many bytes of weights is compared with the servers
 SMALL = 2**30
 
-#: the signals that need files of the teacher, and the message about what they need
+#: the signals that need files of the teacher, and the messages that name these files
 _NEEDS_MODEL = {
     "hidden": "hidden states from {name} need the teacher's output head",
     "chosen": "ids that the student chooses for {name} need the size of the teacher's vocabulary",
 }
-#: allowed file names: not a path, not a file with code, and not a format that a loader would unpickle
+#: allowed file names: no paths, no files with code, and no formats that a loader would unpickle
 _ALLOWED = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(json|txt|model|jinja|safetensors)")
 
-#: the most files of a teacher, and the most bytes of one that is not its head, such as a large tokenizer
+#: the most files of a teacher, and the most bytes of a file other than the head, such as a large tokenizer
 MOST_FILES, MOST_FILE_BYTES = 100, 256 * 2**20
-#: bytes of requests after which the client waits for the answers, because requests with images are large
+#: the most bytes of requests that are sent before the client waits for answers; requests with images are large
 BYTES_AT_A_TIME = 128 * 2**20
 
 
 class RemoteSignals(SignalStore):
-    """The signals of a teacher behind one or several servers.
+    """The signals of a teacher on one or several servers.
 
-    width: E, the teacher's width (0 if it is unknown and not needed). vocabulary: the rows of the teacher's head.
-    proof: is repeated on all working servers before every `prove_every`-th read (0: never). If the answers do not
-    have the teacher's hash, the proof is also repeated on each server that answers again after a failure.
+    width: E, the teacher's width; 0 if it is unknown and not needed. vocabulary: the number of rows of its head.
+    proof: the proof of the servers. It is repeated on all working servers before every `prove_every`-th read, or
+    never if this is 0. If answers do not contain the teacher's hash, the proof is also repeated on each server that
+    answers again after a failure.
     """
 
     may_take_long = True  # the pool has its own timeout
@@ -92,7 +93,7 @@ class RemoteSignals(SignalStore):
         self.pool, self.api, self.servers = pool, api, servers
         self.signal, self.width, self.vocabulary, self.teacher_folder = signal, width, vocabulary, teacher_folder
         self.name, self.model = ", ".join(server.url for server in servers), servers[0].model
-        # the teacher's hash as the server reports it, else the hash of local files, else a hash of its name
+        # the teacher's hash that the server reports; otherwise the hash of local files; otherwise a hash of the name
         self.identity = servers[0].identity or hashlib.sha256(self.model.encode()).hexdigest()
         if servers[0].identity is None and teacher_folder is not None:
             self.identity = model_fingerprint(teacher_folder)
@@ -100,11 +101,11 @@ class RemoteSignals(SignalStore):
         self.prove_every = 0
         self._reads = count(1)
         self._proving = Lock()
-        #: servers that answer again after a failure and are not proven yet
+        #: servers that answer again after a failure, and have not been proven since then
         self._unproven: set[str] = set()
 
     def require(self, documents: Documents, what: str, media_inputs: MediaInputs | None = None) -> None:
-        """Raise DataError for the first document that a server cannot score. what: the documents' name in errors."""
+        """Raise DataError for the first document that a server cannot score. what: the name of the documents."""
         if documents.has_media:
             assert media_inputs is not None
             if not self.api.kind.reads_images:
@@ -146,7 +147,7 @@ class RemoteSignals(SignalStore):
             if self.proof is None or self.servers[0].identity is not None:
                 return scores
             # Prove the servers that answer again after a failure, because their weights may have changed. All reads
-            # wait for the proof, and do not use answers of servers that cannot be proven now.
+            # wait for this proof. If a server cannot be proven now, its answers are not used.
             with self._proving:
                 while self.pool.returned:
                     self._unproven.add(self.pool.returned.pop())
@@ -166,7 +167,7 @@ class RemoteSignals(SignalStore):
     ) -> Scores:
         """Return the tensors of a signal for each document.
 
-        url: the only server that gets the requests. spec, timeout: instead of the run's signal and the pool's
+        url: the only server that gets the requests. spec: replaces the run's signal. timeout: replaces the pool's
         timeout. answered_by: a set to which the URLs of the servers that answer are added. Raises ServerError if no
         server answers, and ValueError if a server refuses a request.
         """
@@ -174,7 +175,7 @@ class RemoteSignals(SignalStore):
 
         def checked(call: ServerRequest[Scores], response: HttpAnswer) -> Scores:
             parts = call.parse(response)
-            for part in parts:  # an answer with numbers that no teacher can give is damaged
+            for part in parts:  # an answer with impossible numbers is damaged
                 if problem := problem_in(wanted, self.vocabulary or MAX_IDS, part):
                     raise ValueError(f"{problem} in the answer")
             if answered_by is not None:
@@ -183,7 +184,7 @@ class RemoteSignals(SignalStore):
 
         scores: Scores = []
         calls = iter(self.api.calls(self.servers[0], wanted, self.width, documents))
-        while True:  # requests of texts are small, those of images are not
+        while True:  # requests with images may be large
             group, size = list[ServerRequest[Scores]](), 0
             for call in calls:
                 group.append(replace(call, parse=partial(checked, call)))
@@ -213,7 +214,7 @@ def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
     root = Path(os.environ.get("STILLHOUSE_CACHE", "~/.cache/stillhouse")).expanduser()
     folder = root / "teachers" / hashlib.sha256(table).hexdigest()[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # a head in float64, and its bias
+    # the largest possible head: float64, with a bias
     most_bytes = MOST_FILE_BYTES + 8 * (info.vocabulary or 0) * ((info.width or 0) + 1)
     with FileLock(f"{folder}.lock"):
         if folder.is_dir() and folder_hashes(folder) == dict(info.files):
@@ -234,22 +235,23 @@ def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
 
 
 def connect(teacher: TeacherConfig, temperature: float, section: str = "teacher") -> RemoteSignals:
-    """Request the servers' descriptions, and get the files of the teacher that the run needs: configuration and
-    tokenizer, and for hidden states the files of the output head.
+    """Request the servers' descriptions, and get the files of the teacher that the run needs: the configuration, the
+    tokenizer and, for hidden states, the files of the output head.
 
-    temperature: that of the teacher's divergence. section: the teacher's section of the configuration. Raises
-    ConfigError if the servers have different teachers or cannot give the signal, ServerError if one does not answer.
+    temperature: the temperature of the teacher's divergence. section: the teacher's section of the configuration.
+    Raises ConfigError if the servers have different teachers or cannot give the signal. Raises ServerError if a
+    server does not answer.
     """
     with _section_errors(section), ExitStack() as on_error:
         model_folder = None
         if teacher.model is not None and os.path.isdir(teacher.model):
             model_folder = Path(teacher.model)
-        elif teacher.model is not None:  # of the files on the hub, download only those that the run needs
+        elif teacher.model is not None:  # download only the files that the run needs
             with reading(f"the teacher {teacher.model!r} cannot be read from the hub"):
                 download = partial(snapshot_download, teacher.model, revision=teacher.revision)
                 model_folder = Path(download(allow_patterns=SMALL_FILES))
                 if teacher.signal == "hidden":
-                    # a single file comes before the files of an index
+                    # as transformers does, prefer a single file of weights to several files with an index
                     single = named_weights(str(model_folder), json_object(model_folder, CONFIG_NAME))
                     download(allow_patterns=[single or SAFE_WEIGHTS_NAME])
                     download(allow_patterns=files_of_head(model_folder))
@@ -269,7 +271,7 @@ def connect(teacher: TeacherConfig, temperature: float, section: str = "teacher"
 
 @contextmanager
 def _section_errors(section: str) -> Iterator[None]:
-    """Convert errors to those of the key `model` if files of the teacher are missing, otherwise of `url`."""
+    """Convert errors to errors of the key `model` if files of the teacher are missing, otherwise of the key `url`."""
     try:
         with as_config_error(f"{section}.url", NeedsModelError):
             yield
@@ -281,7 +283,7 @@ def _connected(
     pool: ServerPool, teacher: TeacherConfig, temperature: float, model_folder: Path | None
 ) -> RemoteSignals:
     urls = [server.url for server in pool.servers]
-    # a server is taken for the kind with the most signals, because a gateway may answer the routes of several kinds
+    # a gateway may answer the routes of several kinds of servers; the kind with the most signals is tried first
     kinds = [kind for kind in server_kinds().values() if getattr(kind, "signals", ())]
     kinds.sort(key=lambda kind: -len(kind.signals))
     apis: Iterable[ServerApi] = (kind.api() for kind in kinds if teacher.api in ("auto", kind.name))
@@ -322,7 +324,9 @@ def _connected(
 def _require_signal(
     api: ServerApi, servers: Sequence[ServerInfo], teacher: TeacherConfig, temperature: float
 ) -> None:
-    """Raise ValueError unless all servers have the same teacher (without a hash: by name) and give the signal."""
+    """Raise ValueError unless all servers have the same teacher and give the signal. Teachers without a hash are
+    compared by their names.
+    """
     first, same = servers[0], ("identity", "vocabulary", "width", "dtype", "files")
     for server, name in product(servers[1:], same if first.identity is not None else (*same, "model")):
         if getattr(first, name) != getattr(server, name):
@@ -352,7 +356,7 @@ def prove_servers(
     section: str, teacher: TeacherConfig, store: RemoteSignals, documents: Documents, data: Any, device: torch.device
 ) -> None:
     """Prove the servers' signals. If `teacher.prove` requires it, rank 0 loads the model and compares its signals.
-    documents: those that the teacher scores. data: the `Data` of the run.
+    documents: the documents that the teacher scores. data: the `Data` of the run.
     """
     local = head = None
     if is_first():

@@ -1,8 +1,8 @@
 """Loads the newest weights on the servers that generate completions, and proves that the servers use them.
 
-Every version has a label that only this engine uses. A server that was restarted has its initial weights and another
-label. Its answers are discarded, their requests are sent again, and the server gets the newest version. A server's
-weights can be proved only by its completions; a few short completions are enough.
+Every version has a label that only this engine uses. After a restart, a server has its initial weights and another
+label. The answers of such a server are discarded, the requests are sent again, and the server gets the newest
+version. The weights of a server can be proved only by its completions; a few short completions are enough.
 """
 
 import math
@@ -27,7 +27,7 @@ from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.pool import Ask, Server, ServerPool, UnreachableError
 from stillhouse.serving.client.server_api import Answer, Published, ServerApi, require
 
-#: seconds that an update waits for a server that cannot be reached, before the run goes on with the other servers
+#: seconds for which an update waits for an unreachable server, before the run continues with the other servers
 PATIENCE = 10.0
 #: the most times in a row that a server may answer with other weights
 MAX_RESTORES = 10
@@ -35,18 +35,18 @@ MAX_RESTORES = 10
 SECONDS_TO_DROP = 2.0
 #: the most tokens of a probe's completion
 PROBE_TOKENS = 8
-#: the version of a server whose weights have become unknown after it was chosen for a request
+#: the version of a server whose weights have become unknown since the server was chosen for a request
 UNKNOWN_WEIGHTS = Published(-1, Path(), "", "model")
 _AGAIN = (
-    "other weights again and again: expected a server that is not started anew all the time, and no other job that "
+    "other weights again and again: expected a server that does not restart repeatedly, and no other job that "
     "gives it weights"
 )
 _GREEDY = Sampling(1, temperature=0.0)
-#: prompts. The log-probabilities of the top tokens after them identify a model, and show the options of its server
+#: prompts; the log-probabilities of the top tokens after them identify a model, and depend on the server's options
 _PROMPTS = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (47, 53), (59, 61, 67), (71,))
-#: the number of requested top tokens: the gap between the first and the fifth is wider than to the second
+#: the number of requested top tokens; the gap from the first to the fifth is wider than the gap to the second
 _TOP = 5
-#: if two options would give log-probabilities with a smaller difference, in nats, they cannot be distinguished
+#: in nats: two options whose log-probabilities would differ by less cannot be distinguished
 _APART = 0.02
 
 T = TypeVar("T")
@@ -54,9 +54,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A server's completions of some prompts, sampled with the version of the weights that `label` names.
-
-    top_tokens: for each prompt, the top token after it and its log-probability.
+    """A server's completions of some prompts. label: the version of the weights that generated them. top_tokens: for
+    each prompt, the most likely next token and its log-probability.
     """
 
     label: str = ""
@@ -66,12 +65,12 @@ class Probe:
 
 @dataclass(eq=False)
 class ServerState:
-    """address: the same server in the pool.
+    """The state of a server. address: the same server in the pool. model: the name of the model in requests.
 
-    published: the version that was loaded last (each load makes a new object); None while the weights are unknown.
-    model: the model name in requests. restored: how often the server had other weights since its last usable answer.
-    is_absent: whether the server has not answered, so that it gets the newest version in the background.
-    probe: with the version that was loaded last.
+    published: the version that was loaded last, or None while the weights are unknown. Each load makes a new object.
+    restored: how often the server had other weights since its last usable answer.
+    is_absent: whether the newest version is being loaded in the background, because the server did not have it.
+    probe: the probe of the version that was loaded last.
     """
 
     address: Server
@@ -86,11 +85,11 @@ class ServerState:
 
 @dataclass(eq=False)
 class ServedWeights:
-    """versions: version numbers by label. newest: the version that all servers should have.
+    """The weights on servers. versions: version numbers by label. newest: the version that all servers should have.
 
-    samplings: those of the requests. keep: the servers keep the weights that they have. top_tokens: if `keep`, those
-    after `_PROMPTS`. run_prefix: the beginning of the names of this run's adapters; empty: unknown. The other
-    arguments are those of `ServedEngine`.
+    samplings: the samplings of all requests. keep: whether the servers keep their own weights. If so, top_tokens are
+    the top tokens after `_PROMPTS`. run_prefix: the beginning of the names of this run's adapters; "" if it is
+    unknown. The other arguments are those of `ServedEngine`.
     """
 
     pool: ServerPool
@@ -115,32 +114,28 @@ class ServedWeights:
 
     @property
     def probed(self) -> dict[str, tuple[Completion, ...]]:
-        """The servers' completions of the probes with the newest version, by the server's URL."""
+        """The completions of the probes by the servers that have the newest version, by the server's URL."""
         newest = self.newest and self.newest.label
         probes = {url: server.probe for url, server in self.servers.items()}
         return {url: probe.completions for url, probe in probes.items() if probe.label == newest}
 
     def set_proved(self, url: str, most: float) -> None:
-        """Servers that load the newest version later must have this one's top tokens, up to `most` nats."""
+        """Record that this server has the newest weights. Servers that load this version later must give the same top
+        tokens, with log-probabilities that differ by at most `most` nats.
+        """
         self._proved = self.servers[url].probe, most
 
     def connect(self) -> None:
-        """Request the model name of each server, and with `keep` accept its weights as version 0. Raises ValueError
-        for a server that cannot be used, or that has other weights than the first one, which it is to keep.
+        """Request the model name of each server. If `keep` is true, accept the servers' weights as version 0. Raises
+        ValueError if a server cannot be used. If `keep` is true, all servers must have the same weights.
         """
-
-        def greedy(response: HttpAnswer) -> Answer:
-            answer = self.api.parse(response)
-            answer.require(_GREEDY, 1, self.vocabulary)
-            return answer
-
         for server in self.servers.values():
             ask = self.pool.asker(server.url)
             if other := self.api.other_version(ask):
                 self.warn(other)
             server.model = self.api.model_name(ask)
             if self.run_prefix and self.api.names_adapters:
-                # drop the adapters of earlier processes of this run; the names of all others begin differently
+                # drop the adapters of earlier processes of this run; other adapters' names begin differently
                 earlier = [name for name in self.api.adapters(ask) if name.startswith(self.run_prefix)]
                 for name in earlier:
                     self.api.forget(ask, name)
@@ -150,18 +145,9 @@ class ServedWeights:
                         f"take its memory: {', '.join(sorted(left))}"
                     )
             if self.keep:
-                answers = [self._one_token(server, prompt, _GREEDY, greedy, 0) for prompt in self._prompts]
-                labels = {span.label or "" for answer in answers for span in answer.spans}
-                top_tokens = [(answer.ids[0], answer.log_probs[0]) for answer in answers]
-                self.top_tokens = self.top_tokens or top_tokens
-                if len(labels) != 1 or not same_weights(self.top_tokens, top_tokens):
-                    first = self.pool.servers[0].url
-                    raise ValueError(f"{server.url} has other weights than {first}: expected the same")
-                [label] = labels
-                self.versions[label] = 0
-                server.published = self.newest = Published(0, Path(), label, "model")
+                self._keep_weights(server)
             elif self.api.kind.after_temperature:
-                # the part of a sampling on which log-probabilities may depend
+                # log-probabilities depend only on the other fields of a sampling
                 parts = [replace(one, max_new_tokens=1, stop=(), eos_ids=()) for one in self.samplings]
                 for sampling in dict.fromkeys(parts):
                     self._require_log_probs(server, sampling)
@@ -171,7 +157,7 @@ class ServedWeights:
         assert not self.keep, "these servers keep their weights"
         before, end = self.newest, time.monotonic() + self.update_timeout
         self.versions[published.label], self.newest = published.version, published
-        # a step must not wait again for a server that has not answered before
+        # a step must not wait again for a server that did not answer an earlier update
         present = [server for server in self.servers.values() if not server.is_absent]
         absent = self._update_servers(present, min(PATIENCE, self.pool.timeout), end)
         if len(absent) == len(present):
@@ -187,11 +173,11 @@ class ServedWeights:
         return published.label if published.kind == "adapter" and self.api.names_adapters else None
 
     def restore(self, server: ServerState, published: Published) -> None:
-        """Begin to load the newest version on a server, or give the server up if `keep`. Does nothing if the server
-        has loaded a version after `published`.
+        """Begin to load the newest version on a server. If `keep` is true, give the server up instead. Does nothing
+        if the server has already loaded a version after `published`.
         """
         if not server.lock.acquire(blocking=False):
-            return  # another thread is loading weights on it
+            return  # another thread is loading weights on this server
         try:
             if server.published is not published:
                 return
@@ -204,28 +190,44 @@ class ServedWeights:
             self.warn(str(error))
             server.address.hold(error)
         else:
-            self.warn(
-                f"the student's server {server.url} has other weights than it was given, and is given them again"
-            )
+            self.warn(f"the student's server {server.url} has other weights than it was given, and loads them again")
             self._update_later(server)
 
     def forget(self, published: Published | None, seconds: float = 0.0) -> None:
-        """Let the servers drop the adapter of this version, if it is one. Waits at most `seconds` for them."""
+        """If this version is an adapter, let the servers drop it. Waits at most `seconds` for the servers."""
 
         def forget(url: str, adapter: str) -> None:
-            with suppress(ServerError):  # a server that does not answer is restarted, and then has no adapters
+            with suppress(ServerError):  # a server that does not answer will be restarted, and then has no adapters
                 self.api.forget(self.pool.asker(url, PATIENCE), adapter)
 
         if published is None or (adapter := self.adapter_of(published)) is None:
             return
         present = [url for url, server in self.servers.items() if not server.is_absent]
-        # a server may first finish completions
+        # in threads, because a server may first finish completions
         threads = [threading.Thread(target=forget, args=(url, adapter), daemon=True) for url in present]
         for thread in threads:
             thread.start()
         end = time.monotonic() + seconds
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
+
+    def _keep_weights(self, server: ServerState) -> None:
+        """Accept the server's weights as version 0. Raises ValueError if another server has other weights."""
+
+        def parse(response: HttpAnswer) -> Answer:
+            answer = self.api.parse(response)
+            answer.require(_GREEDY, 1, self.vocabulary)
+            return answer
+
+        answers = [self._one_token(server, prompt, _GREEDY, parse, 0) for prompt in self._prompts]
+        labels = {span.label or "" for answer in answers for span in answer.spans}
+        top_tokens = [(answer.ids[0], answer.log_probs[0]) for answer in answers]
+        self.top_tokens = self.top_tokens or top_tokens
+        if len(labels) != 1 or not same_weights(self.top_tokens, top_tokens):
+            raise ValueError(f"{server.url} has other weights than {self.pool.servers[0].url}: expected the same")
+        [label] = labels
+        self.versions[label] = 0
+        server.published = self.newest = Published(0, Path(), label, "model")
 
     def _one_token(
         self,
@@ -246,8 +248,8 @@ class ServedWeights:
             raise ValueError(f"{response.url}: {error}") from error
 
     def _require_log_probs(self, server: ServerState, sampling: Sampling) -> None:
-        """Raise ValueError unless the server's log-probabilities are those after the temperature and over the full
-        vocabulary, which training needs. Options of an engine change them, and its answers do not show these.
+        """Raise ValueError unless the server's log-probabilities are computed after the temperature and over the full
+        vocabulary, as training needs. Options of a server change this, and its answers do not show the options.
 
         The gap between the first and the last top token must be the gap at temperature 1, divided by the temperature.
         If a request has top_k=2 and the server normalises over two tokens, the first log-probability is too large.
@@ -298,7 +300,7 @@ class ServedWeights:
         self, servers: Sequence[ServerState], patience: float, end: float
     ) -> dict[str, UnreachableError]:
         """Load the newest version on servers; return the errors of the servers that have not answered, by URL.
-        end: when a server that has not loaded the version counts as one that has not answered. Its thread goes on.
+        end: the time limit. A server that loads the version later counts as not answering, but its thread continues.
         """
         absent: dict[str, UnreachableError] = {}
         threads = ThreadPoolExecutor(len(self.servers))
@@ -319,7 +321,7 @@ class ServedWeights:
         return absent
 
     def _update(self, server: ServerState, patience: float) -> None:
-        """Load the newest version on a server, which gets no requests meanwhile. Prove that the version is in use."""
+        """Load the newest version on a server, and prove that it is in use. The server gets no requests meanwhile."""
         if not server.lock.acquire(timeout=patience):
             raise UnreachableError(f"{server.url} has not answered for {patience:g} seconds")
         try:
@@ -338,14 +340,14 @@ class ServedWeights:
             server.lock.release()
 
     def _writes_with(self, ask: Ask, server: ServerState, published: Published) -> bool:
-        """Whether the server generates with this version; False if it was restarted after it had loaded the version.
-        Raises ServerError if the label is this version's, but the top tokens are not those of the proved server.
+        """Whether the server generates with this version. It does not if it was restarted after loading the version.
+        Raises ServerError if the server reports this version, but not the proved server's top tokens.
         """
         completions: list[Completion] = []
         adapter = self.adapter_of(published)
         model = adapter or server.model
-        # temperature 1 and all tokens, so that the server's options do not change the log-probabilities. Top tokens
-        # alone would prove less, because their probability is often nearly 1 for any weights
+        # with temperature 1 and all tokens, the server's options do not change the log-probabilities. Greedy sampling
+        # alone would prove less, because the probability of a top token is often nearly 1 for any weights
         first = self.samplings[0]
         samplings = (Sampling(min(PROBE_TOKENS, first.max_new_tokens), eos_ids=first.eos_ids), _GREEDY)
         pairs = list(product([replace(probe, seed=seed) for seed, probe in enumerate(self.probes)], samplings))
@@ -376,7 +378,7 @@ class ServedWeights:
         return True
 
     def _update_later(self, server: ServerState) -> None:
-        """Load the newest version on a server in the background, or give the server up."""
+        """Load the newest version on a server in the background. If that fails, give the server up."""
 
         def update() -> None:
             failure: ServerError | None = None
@@ -389,7 +391,7 @@ class ServedWeights:
             except ServerError as error:
                 failure = error
             server.is_absent = False
-            if wanted is not self.newest:  # `update_all` has a newer version, and has skipped this absent server
+            if wanted is not self.newest:  # `update_all` has skipped this absent server for a newer version
                 self._update_later(server)
             elif failure is not None:
                 self.warn(f"the student's server {server.url} is given up: {failure}")

@@ -1,4 +1,4 @@
-"""The interface to one kind of server: it requests signals and completions, and loads new weights.
+"""The client interface of one kind of server: requests signals and completions, and loads new weights.
 
 N rows of a document, K ids per row.
 """
@@ -33,14 +33,13 @@ if TYPE_CHECKING:
 
 #: for each document of a request, the signal's tensors
 Scores = list[dict[str, Tensor]]
-#: the kinds of published weights: a full model, or an adapter
 Kind = Literal["model", "adapter"]
 
 Description = TypeVar("Description", bound=BaseModel)
 
 
 class NeedsModelError(ValueError):
-    """A server does not offer the teacher's files that the run needs: the user must give the run the model."""
+    """A server does not offer files of the teacher that the run needs, so the user must name the model."""
 
 
 class UnknownTokenizerError(ValueError):
@@ -49,11 +48,12 @@ class UnknownTokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """A server's description of its teacher and limits. None: the server does not report the value.
+    """A server's description of its teacher and limits. A value is None if the server does not report it.
 
-    model: the teacher's name on the server. identity: a hash of its weights. vocabulary: rows of its head. width: E.
-    dtype: of its computation. max_tokens, request_tokens: the most tokens of a document, and of all documents of a
-    request. max_top_k: the most ids per token. files: names and hashes. images: those that it accepts.
+    model: the teacher's name on the server. identity: a hash of its weights. vocabulary: the number of rows of its
+    head. width: E. dtype: the dtype of its computation. max_tokens, request_tokens: the most tokens of a document,
+    and of all documents of a request. max_top_k: the most ids per token. files: the hashes of its files, by name.
+    images: the images that the server accepts.
     """
 
     url: str
@@ -82,7 +82,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, eq=False)
 class Published:
-    """A version of the student in a folder. label: its name in answers. manifest: its manifest's sha256."""
+    """A version of the student in a folder. label: its name in answers. manifest: the sha256 of its manifest."""
 
     version: int
     folder: Path
@@ -102,12 +102,12 @@ class Answer:
     stop: str | None = None
 
     def completion(self, versions_N: np.ndarray) -> Completion:
-        """versions_N: the version of each token. Raises ValueError as `Completion` does."""
+        """Convert the answer. versions_N: the version of each token. Raises ValueError as `Completion` does."""
         log_probs_N = np.array(self.log_probs, np.float32)
         return Completion(np.array(self.ids, np.int32), log_probs_N, versions_N, self.finish)
 
     def require(self, sampling: Sampling, limit: int, vocabulary: int) -> None:
-        """Raise ValueError unless a server that was asked for `limit` tokens of this sampling can answer this."""
+        """Raise ValueError if this cannot be the answer to a request with this sampling. limit: the most tokens."""
         ids = self.ids
         if not ids or len(ids) > limit or len(self.log_probs) != len(ids):
             raise ValueError(
@@ -135,12 +135,12 @@ class _Models(BaseModel):
 
 
 class ServerApi(Protocol):
-    """The requests and answers of one kind of server. A subclass may lack methods for what its servers cannot do.
+    """The requests and answers of one kind of server. Methods that its servers do not support may be missing.
 
-    name: that of the registered kind of server. path: of requests for completions.
-    marks_tokens: whether an answer has the label of each token, or only one label for the completion.
-    names_adapters: whether a request names the adapter of its version, which the server keeps beside others. If not,
-        an adapter replaces the server's adapter, as a model replaces its weights.
+    name: the name of the registered kind of server. path: the path of requests for completions.
+    marks_tokens: whether an answer has a label for each token, or only one label for the completion.
+    names_adapters: whether a server keeps several adapters, and a request names one of them. If not, a new adapter
+        replaces the server's adapter, as a new model replaces the server's weights.
     unknown_adapter: the status of an answer if the server does not have the adapter that a request names.
     adapter_routes: the beginning of the paths that load and unload adapters.
     is_tied: whether the student's head is tied to its embedding and the server gets full models, not adapters.
@@ -168,28 +168,28 @@ class ServerApi(Protocol):
         """Whether the server is of this kind."""
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
-        """Raises ValueError if the server at this address does not answer as expected."""
+        """Request the server's description. Raises ValueError if the server does not answer as expected."""
 
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
     ) -> Iterable[ServerRequest[Scores]]:
-        """The requests for the signals of documents, each for one or more consecutive documents."""
+        """The requests for the signals of documents. Each request is for one or more consecutive documents."""
 
     def other_version(self, ask: Ask) -> str | None:
-        """A warning of another version of Stillhouse, if any. Raises ValueError for another format of bodies."""
+        """A warning if the server has another version of Stillhouse. Raises ValueError for another wire format."""
         return None
 
     # completions
 
     def model_name(self, ask: Ask) -> str | None:
-        """The model's name on the server; None if requests need no name. Raises ValueError for an unusable server."""
+        """The model's name on the server, or None if requests need no name. Raises ValueError for a wrong server."""
         return None
 
     def body(
         self, model: str | None, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int, top: int = 0
     ) -> dict[str, Any]:
-        """A request for one completion. model: the name of the model or the adapter on the server. top: the number of
-        top tokens whose log-probabilities are requested.
+        """The JSON of a request for one completion. model: the name of the model or the adapter on the server. top:
+        the number of top tokens whose log-probabilities are requested.
         """
 
     def request_body(
@@ -200,8 +200,8 @@ class ServerApi(Protocol):
         max_new_tokens: int,
         processor: MediaProcessor | None,
     ) -> dict[str, Any] | bytes:
-        """The JSON of a request for a completion; bytes: the body of a prompt with images, which `processor` reads.
-        Raises ValueError for an image whose file has changed since the data was loaded.
+        """The JSON of a request for a completion. For a prompt with images, which `processor` reads, it is the
+        encoded body. Raises ValueError for an image whose file has changed since the data was loaded.
         """
         body = self.body(model, request.prompt_ids.tolist(), sampling, max_new_tokens, request.seed)
         if not request.media:
@@ -210,17 +210,17 @@ class ServerApi(Protocol):
         return encode_prompt(body, processor.read_files(request.media, request.prompt_ids))
 
     def parse(self, response: HttpAnswer, adapter: str | None = None) -> Answer:
-        """Raises ValueError for an answer that cannot be read. adapter: the adapter that the request names."""
+        """Read an answer. Raises ValueError if it cannot be read. adapter: the adapter that the request names."""
 
     def lacks_adapter(self, response: HttpAnswer) -> bool:
         """Whether the server does not have the adapter that the request names, because it was restarted."""
         return response.status == self.unknown_adapter
 
     def top_log_probs(self, response: HttpAnswer) -> list[float]:
-        """All log-probabilities that the answer has for the first token, in descending order."""
+        """All log-probabilities in the answer for the position of the first token, in descending order."""
 
     def require_images(self, ask: Ask, url: str, processor: MediaProcessor, prompts: Documents) -> None:
-        """Raise ValueError unless these prompts with images can be sent, as this processor makes their tensors."""
+        """Raise ValueError unless the server accepts the prompts with the image tensors that `processor` makes."""
         raise ValueError(
             f"the prompts have images, and {self.kind.title} would read them with a processor of its own, which "
             "cannot be proved to be the student's: expected the engine transformers, or stillhouse serve --generate "
@@ -228,13 +228,13 @@ class ServerApi(Protocol):
         )
 
     def load_weights(self, ask: Ask, published: Published) -> bool:
-        """Load a published version on the server. Tokens that it generates afterwards have the version's label. The
-        call may be repeated. Returns False if the server was restarted meanwhile. Raises ServerError if it cannot
-        load the version. Until a later call succeeds, it generates no tokens, or tokens with another label.
+        """Load a published version on the server. Tokens that the server generates later have the version's label.
+        The call may be repeated. Returns False if the server was restarted meanwhile. Raises ServerError if the
+        server cannot load the version; until a later call succeeds, no tokens are generated with this label.
         """
 
     def adapters(self, ask: Ask) -> list[str]:
-        """The names of the server's adapters, which vLLM and SGLang list beside their models."""
+        """The names of the server's adapters. vLLM and SGLang list them together with their models."""
         answer = ask("/v1/models", None)
         if answer.status == 404:  # an older SGLang
             return []
@@ -242,21 +242,21 @@ class ServerApi(Protocol):
         return [model.id for model in models.data if model.parent is not None]
 
     def load_adapter(self, ask: Ask, published: Published, present: str, hint: str) -> None:
-        """Load a version that is an adapter. present: in the answer of a server that has it already."""
+        """Load a version that is an adapter. present: a part of the answer if the server already has the adapter."""
         body = {"lora_name": published.label, "lora_path": str(published.folder)}
         answer = ask(f"{self.adapter_routes}/load_lora_adapter", body)
         if answer.status != 200 and present not in answer.text:
             require(answer, "loading the adapter", hint)
 
     def forget(self, ask: Ask, adapter: str) -> None:
-        """Free the server's memory of an earlier version. The server may first finish the completions that use it."""
+        """Unload an adapter. The server may first finish the completions that use it."""
         ask(f"{self.adapter_routes}/unload_lora_adapter", {"lora_name": adapter})
 
     def tokenizer_difference(
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> str | None:
-        """The difference between the server's tokenizer and this one, in words; None if they are equal. The server
-        tokenizes `text`, or reports a fingerprint. Raises UnknownTokenizerError if it does neither.
+        """The difference between the server's tokenizer and this tokenizer in words, or None if they are equal. The
+        server tokenizes `text`, or reports a fingerprint. Raises UnknownTokenizerError if it does neither.
         """
         telling = [name for name, kind in server_kinds().items() if getattr(kind, "tells_tokenizer", False)]
         raise UnknownTokenizerError(
@@ -267,7 +267,7 @@ class ServerApi(Protocol):
     def require_tokenizer(
         self, ask: Ask, url: str, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> None:
-        """Raise ValueError if the server has another tokenizer, UnknownTokenizerError if it does not report it."""
+        """Raise ValueError if the server has another tokenizer, or UnknownTokenizerError if it reports none."""
         difference = self.tokenizer_difference(ask, model, tokenizer, text)
         if difference is not None:
             raise ValueError(
@@ -276,7 +276,9 @@ class ServerApi(Protocol):
 
 
 def ask_description(kind: type[Description], ask: Ask, path: str, name: str) -> Description:
-    """Request a server's description. Raises ValueError unless the answer has the form of the server `name`."""
+    """Request a server's description, and parse it as `kind`. name: the kind of server, for messages. Raises
+    ValueError for an answer of another form.
+    """
     answer = ask(path, None)
     if answer.status != 200:
         raise ValueError(
@@ -299,15 +301,17 @@ def json_call(
 
 def require(response: HttpAnswer, what: str, hint: str = "", expected: Mapping[str, str | bool] | None = None) -> Any:
     """The content of an answer, parsed if it is JSON. Raises ServerError unless the status is 200 and the content has
-    these values.
+    the `expected` values.
     """
     try:
         content = response.json() if response.content else None
     except ValueError:
         content = response.text
     problem = "" if response.status == 200 else f"{response.status} {response.message}"
-    if not problem and expected and not (isinstance(content, dict) and expected.items() <= content.items()):
-        problem = f"got {response.message[:200]}, expected {json.dumps(expected)}"
+    if not problem and expected:
+        values = {key: content.get(key) for key in expected} if isinstance(content, dict) else None
+        if json.dumps(values) != json.dumps(expected):  # as JSON, because 1 == True in Python
+            problem = f"got {response.message or 'nothing'}, expected {json.dumps(expected)}"
     if problem:
         raise ServerError(f"{response.url}: {what} failed: {problem}{f'; {hint}' if hint else ''}")
     return content
@@ -318,9 +322,9 @@ def top_k_tensors(
 ) -> dict[str, Tensor]:
     """Make the tensors of "top_k" from an engine's log-probabilities.
 
-    entries: entry t has the top ids that row t − 1 predicts in place of token t, and their log-probabilities. Engines
-    add token t itself if it is not among the top ids. path: of the request, for messages. Raises ValueError unless
-    every entry has the document's token, and K ids with log-probabilities.
+    entries: the top ids at each token, with their log-probabilities. Entry t is the prediction of row t − 1 for
+    token t. Engines add token t itself if it is not among the top ids. path: the path of the request, for messages.
+    Raises ValueError unless every entry has the document's token, and K ids with log-probabilities.
     """
     assert spec.top_k is not None
     if len(entries) != document.rows.stop + 1:
@@ -341,8 +345,8 @@ def top_k_tensors(
 
 
 def id_tensors(ids_NK: np.ndarray, log_probs_NK: np.ndarray, spec: SignalSpec) -> dict[str, Tensor]:
-    """Make the tensors of "top_k" or "chosen". The probability outside the ids is 1 − Σp in float64, at least
-    `TAIL_FLOOR`. Raises ValueError for numbers that are no log-probabilities.
+    """Make the tensors of "top_k" or "chosen". The probability outside the ids is computed as 1 − Σp in float64, and
+    is at least `TAIL_FLOOR`. Raises ValueError for numbers that cannot be log-probabilities.
     """
     mass_N = np.exp(np.minimum(log_probs_NK.astype(np.float64), 1.0)).sum(1)
     if not (mass_N <= 1 + 1e-3).all():
@@ -355,7 +359,7 @@ def id_tensors(ids_NK: np.ndarray, log_probs_NK: np.ndarray, spec: SignalSpec) -
 
 
 def next_tokens(document: DocumentRows) -> Sequence[int]:
-    """The token after each row. Raises ValueError if the document's last row is requested: no engine scores it."""
+    """The token after each row. Raises ValueError if the document's last row is requested, which no engine scores."""
     following = document.tokens[document.rows.start + 1 : document.rows.stop + 1].tolist()
     if len(following) != len(document.rows):
         raise ValueError("the last row of a document has no next token: expected rows before it")

@@ -1,11 +1,11 @@
-"""The client of SGLang (0.5), for signals and for completions: `/generate`. It follows SGLang's source code; its
-tests have no recorded answers of a server.
+"""The client of SGLang (0.5) for signals and completions, both from `/generate`. The client follows SGLang's source
+code. Its tests have no recorded answers of a server.
 
-SGLang gives a completion the label of the weights at its end only. So an update of the weights first aborts the
-completions in progress, and an answer to a request that was sent before the update is discarded. A version that is an
-adapter has a name, which requests name; answers do not. So the label of the base weights is set to one of this
-engine, which is lost in a restart. A server for hidden states is started with `--enable-return-hidden-states`, one
-for adapters with --enable-lora, --max-lora-rank and --lora-target-modules.
+An answer has one label, of the weights at the end of the completion. So an update of the weights first aborts the
+completions in progress, and answers to requests that were sent before the update are discarded. If a version is an
+adapter, requests name the adapter, but answers do not. So the label of the base weights is set to a label of this
+engine; a restarted server no longer has this label. For hidden states, a server is started with
+`--enable-return-hidden-states`; for adapters, with --enable-lora, --max-lora-rank and --lora-target-modules.
 """
 
 from collections.abc import Sequence
@@ -81,8 +81,6 @@ class SglangApi(ServerApi):
     unknown_adapter = 400
     adapter_routes = ""
 
-    # signals
-
     def recognises(self, ask: Ask) -> bool:
         answer = ask("/get_model_info", None)
         return answer.status == 200 and '"model_path"' in answer.text
@@ -94,8 +92,6 @@ class SglangApi(ServerApi):
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
     ) -> list[ServerRequest[Scores]]:
         return [_scoring(spec, width, document) for document in documents]
-
-    # completions
 
     def body(
         self, model: str | None, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int, top: int = 0
@@ -146,7 +142,7 @@ class SglangApi(ServerApi):
     def load_weights(self, ask: Ask, published: Published) -> bool:
         if published.kind == "adapter":
             self.load_adapter(ask, published, "already loaded", _LORA)
-            # the part of the label that all versions of an engine have in common
+            # the prefix that the labels of all versions of an engine have in common
             label = {"new_version": published.label.rsplit("-", 2)[0], "abort_all_requests": False}
             require(ask("/update_weight_version", label), "/update_weight_version", self.kind.hint)
             return True

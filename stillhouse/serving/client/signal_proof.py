@@ -1,8 +1,8 @@
 """Proves before the first step that servers give the signals of the configured teacher.
 
 A server can answer without an error and still be wrong: its rows may be shifted by a token, it may ignore the
-temperature, or it may have lost its weights. So every server scores a few documents of the run's data, and changes of
-them. N rows, E the teacher's width, K ids per row.
+temperature, or it may have lost its weights. So every server scores a few documents of the run's data, and changed
+copies of these documents. N rows, E the teacher's width, K ids per row.
 """
 
 import math
@@ -40,11 +40,11 @@ Score = Callable[[Sequence[DocumentRows]], Sequence[Signal]]
 
 #: seconds for a repeated proof of one server
 REPEAT_SECONDS = 5.0
-#: the largest allowed difference of two answers to one request: batches, kernels and half precision change rounding
+#: the largest allowed difference between two answers to the same request; rounding depends on batches and kernels
 SAME = 0.05
-#: the number of documents that are scored, how many more with images, and the most tokens of a text
+#: the most documents without images and with images that are scored, and the most tokens of a document without images
 PROBES, IMAGE_PROBES, PROBE_TOKENS = 4, 2, 128
-#: the least tokens of a document: `prove_alignment` needs a row before the changed token and a row after it
+#: the fewest tokens of a document, because `_prove_alignment` needs a row before the changed token and a row after it
 LEAST_TOKENS = 4
 #: the probes are chosen among this number of documents
 _CHOICE = 100
@@ -52,9 +52,8 @@ _CHOICE = 100
 
 @dataclass(frozen=True)
 class Proof:
-    """The requests at the start of the run, and the answers. Later answers are compared with them.
-
-    findings: the results of the proof, in words.
+    """The requests at the start of the run, and the answers. Later answers are compared with these answers. findings:
+    the results of the proof, in words.
     """
 
     store: "RemoteSignals"
@@ -64,7 +63,7 @@ class Proof:
     findings: Sequence[str]
 
     def repeat(self, urls: Iterable[str]) -> set[str]:
-        """Return the servers that answer. Raises ValueError if one no longer gives the answers of the start."""
+        """Send the requests again; return the servers that answer. Raises ValueError if an answer has changed."""
         proven: set[str] = set()
         for url in urls:
             try:
@@ -104,8 +103,8 @@ def prove(
 ) -> Proof:
     """Score a few documents on every server. Raises ValueError for a wrong answer.
 
-    tokenizer: the student's. local: the teacher in this process, with which the answers are compared. head: the
-    teacher's output head, for the cross-entropy of hidden states. media_inputs: makes the tensors of images, if any.
+    tokenizer: the student's tokenizer. local: the teacher in this process, with whose signals answers are compared.
+    head: the teacher's head, for the cross-entropy of hidden states. media_inputs: makes the tensors of images.
     """
     probes, spec, servers = make_probes(documents, media_inputs), store.signal, store.servers
     if store.teacher_folder is None:  # otherwise the tokenizer of the teacher's files is compared with the run's
@@ -118,7 +117,7 @@ def prove(
                     f"{server.url} does not tell its tokenizer, and an id beyond its vocabulary may stop it; "
                     "expected the model that the server has loaded"
                 ) from error
-    if spec.kind in ("chosen", "sampled"):  # in place of these, the answers of "top_k" can be compared
+    if spec.kind in ("chosen", "sampled"):  # for these, the answers of "top_k" are compared
         most = min([64, store.vocabulary or 64, *(s.max_top_k for s in servers if s.max_top_k is not None)])
         spec = replace(spec, kind="top_k", top_k=most if spec.kind == "sampled" else min(most, spec.top_k or most))
     first = store.scores(probes, url=servers[0].url, spec=spec)
@@ -136,7 +135,7 @@ def prove(
             if isinstance(outcome, NotFiniteError):
                 raise outcome
             scored.append(outcome)
-        # a server that does not report its dtype may compute in half precision
+        # a server that does not report a dtype may compute in half precision
         is_float32 = {servers[0].dtype, spec.dtype, str(parameter.dtype)[6:]} == {"float32"}
         both = f"{store.name} and the model in this process give different signals for the same tokens"
         worst = _require_near(first, scored, both, "expected the same weights", 1e-3 if is_float32 else SAME)
@@ -147,10 +146,8 @@ def prove(
 
 
 def make_probes(documents: Documents, media_inputs: MediaInputs | None = None) -> list[DocumentRows]:
-    """The beginnings of long documents without images, and short documents with images.
-
-    media_inputs: makes the tensors of the images; None if no document has any. Raises ValueError if the documents are
-    too short.
+    """The beginnings of long documents without images, and short documents with images. media_inputs: makes the
+    tensors of images; None if no document has images. Raises ValueError if the documents are too short.
     """
     images, lengths_D = documents.media, documents.lengths_D
     has_images_D = np.zeros(len(documents), dtype=bool) if images is None else np.diff(images.offsets) > 0
@@ -162,7 +159,7 @@ def make_probes(documents: Documents, media_inputs: MediaInputs | None = None) -
     for number in numbers:
         assert media_inputs is not None
         whole = DocumentRows(documents.tokens(number), range(1), media=media_inputs.of(documents, number))
-        # up to the tokens behind its last image
+        # keep at least a few tokens after the last image
         tokens = whole.tokens[: max(PROBE_TOKENS, np.flatnonzero(_is_placeholder(whole))[-1] + 1 + LEAST_TOKENS)]
         probe = replace(whole, tokens=tokens, rows=range(len(tokens) - 1))
         if _changeable(probe).any():
@@ -184,21 +181,20 @@ def make_probes(documents: Documents, media_inputs: MediaInputs | None = None) -
 
 
 def _is_placeholder(document: DocumentRows) -> np.ndarray:
-    """Which tokens stand for features of images."""
     return np.isin(document.tokens, [] if document.media is None else list(document.media.placeholder_ids))
 
 
 def _changeable(probe: DocumentRows) -> np.ndarray:
-    """Which tokens may be changed: not the first one and the last two, and behind the images, if there are any."""
+    """Which tokens may be changed: those after all images, except the document's first token and its last two."""
     places = np.arange(len(probe.tokens))
     first = 1 if probe.media is None else np.flatnonzero(_is_placeholder(probe))[-1] + 1
     return (places >= first) & (places <= len(places) - 3)
 
 
 def _row_differences(one: Signal, other: Signal) -> Tensor:
-    """The differences of two answers for the same rows, [N], from 0 to about 1. For hidden states, the difference is
-    the relative error. For ids, it is the total variation; an id that is absent from an answer has probability 0 in
-    this answer.
+    """The differences [N] between two answers for the same rows, from 0 to about 1. For hidden states, the difference
+    is the relative error. For ids, it is the total variation distance, where an id that is absent from an answer has
+    probability 0 in it.
     """
     if "hidden" in one:
         one_NE, other_NE = one["hidden"].double(), other["hidden"].double()
@@ -213,7 +209,7 @@ def _row_differences(one: Signal, other: Signal) -> Tensor:
 def _require_near(
     answers: Sequence[Signal], expected: Sequence[Signal], what: str, fix: str, tolerance: float = SAME
 ) -> float:
-    """Return the largest of all row differences. Raises ValueError with `what` and `fix` beyond the tolerance."""
+    """Return the largest row difference. If it exceeds the tolerance, raise ValueError with `what` and `fix`."""
     differences = [_row_differences(*pair) for pair in zip(answers, expected, strict=True)]
     return compare(torch.cat(differences), tolerance, f"{what} (they differ by {{error:.2g}}): {fix}", ValueError)
 
@@ -221,14 +217,14 @@ def _require_near(
 def _prove_server(
     store: "RemoteSignals", spec: SignalSpec, probes: Sequence[DocumentRows], url: str, first: Sequence[Signal]
 ) -> None:
-    """first: the answers of the first server for the probes."""
+    """Prove one server. first: the answers of the first server for the probes."""
     score = partial(store.scores, url=url)
     answers = score(probes, spec=spec)
     _prove_informed(url, answers, store.vocabulary)
     _prove_alignment(url, partial(score, spec=spec), probes, answers)
     _prove_images(url, partial(score, spec=spec), probes, answers)
     temperature = spec.temperature
-    if temperature is not None and temperature != 1.0:  # gaps of log-probabilities must be those at 1, divided by it
+    if temperature is not None and temperature != 1.0:  # it must divide the gaps between log-probabilities
         at_1 = score(probes, spec=replace(spec, temperature=1.0))
         gap, gap_at_1 = (
             sum(float((answer["log_probs"][:, 0] - answer["log_probs"][:, -1]).double().sum()) for answer in scored)
@@ -243,14 +239,16 @@ def _prove_server(
     _require_near(answers, first, both, "expected servers of the same teacher")
     if spec != store.signal and store.signal.kind == "chosen":
         again = score([replace(probe, ids_NK=answer["ids"]) for probe, answer in zip(probes, answers, strict=True)])
-        what = f"{url} scores chosen ids otherwise than the same ids as its top ids"
+        what = f"{url} scores chosen ids otherwise than the same ids among its top ids"
         _require_near(again, answers, what, "expected the same rows and temperature")
     elif spec != store.signal:
         score(probes)
 
 
 def _prove_informed(url: str, answers: Sequence[Signal], vocabulary: int | None) -> None:
-    """Refuse uniform distributions and equal hidden states (lost weights), and normalised hidden states."""
+    """Raise ValueError for uniform distributions or equal hidden states, which mean that the weights are lost, and
+    for normalised hidden states.
+    """
     if "hidden" in answers[0]:
         hidden_NE = torch.cat([answer["hidden"] for answer in answers]).float()
         spread = (hidden_NE - hidden_NE[0]).norm() / hidden_NE.norm().clamp_min(1e-30)
@@ -269,7 +267,7 @@ def _prove_informed(url: str, answers: Sequence[Signal], vocabulary: int | None)
 
 
 def _prove_alignment(url: str, score: Score, probes: Sequence[DocumentRows], answers: Sequence[Signal]) -> None:
-    """Change one token of each document. Its row and later rows must change, and earlier rows must not."""
+    """Change one token of each document. The token's row and later rows must change, and earlier rows must not."""
     text_tokens = np.unique(np.concatenate([probe.tokens[~_is_placeholder(probe)] for probe in probes]))
     changed, places = list[DocumentRows](), list[int]()
     for probe in probes:
@@ -296,7 +294,7 @@ def _prove_alignment(url: str, score: Score, probes: Sequence[DocumentRows], ans
 
 
 def _prove_images(url: str, score: Score, probes: Sequence[DocumentRows], answers: Sequence[Signal]) -> None:
-    """Invert and mirror the images. The rows from the first image on must change, and no earlier rows."""
+    """Invert and mirror the images. Rows from the first image on must change, and earlier rows must not."""
     changed, expected = list[DocumentRows](), list[Signal]()
     for probe, answer in zip(probes, answers, strict=True):
         if (images := probe.media) is not None:
@@ -332,7 +330,7 @@ def _cross_entropy(
             outside_N = tensors["tail_log_prob"].double()
             if vocabulary is None:
                 about = "at least "
-            else:  # an estimate: the probability outside the ids is divided equally among all other tokens
+            else:  # estimate: all other tokens have the same share of the probability outside the ids
                 about, outside_N = "about ", outside_N - math.log(max(1, vocabulary - is_next_NK.shape[1]))
             next_log_prob_N = tensors["log_probs"].double().masked_fill(~is_next_NK, -math.inf).amax(1)
             losses.append(-torch.where(is_next_NK.any(1), next_log_prob_N, outside_N)[is_text_N])

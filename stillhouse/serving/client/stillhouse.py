@@ -1,4 +1,4 @@
-"""The client of `stillhouse serve`. It requests every kind of signal; one request has several documents.
+"""The client of `stillhouse serve`. The server gives every kind of signal; a request can have several documents.
 
 A server with `--generate` gives completions in vLLM's format, and loads a published folder in one request.
 """
@@ -22,9 +22,8 @@ from stillhouse.serving.image_support import ImageSupport, require_accepted
 from stillhouse.serving.wire import WIRE_FORMAT, decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: the most tokens and bytes of images of a request, unless a single document has more
+#: the most tokens, and the most bytes of images, of a request, unless a single document has more
 REQUEST_TOKENS, REQUEST_BYTES = 4096, 32 * 2**20
-#: a document and its images
 _WithImages = tuple[DocumentRows, MediaTensors | None]
 
 
@@ -47,7 +46,7 @@ class _Info(BaseModel):
 
 
 class _AnyInfo(BaseModel):
-    """What every server tells. wire: servers that do not tell it have the first format."""
+    """The fields that every server reports. wire: the format of bodies; 1 for servers that do not report it."""
 
     stillhouse: str
     wire: int = 1
@@ -63,8 +62,6 @@ class StillhouseApi(VllmApi):
     name = "stillhouse"
     names_adapters = False
 
-    # signals
-
     def recognises(self, ask: Ask) -> bool:
         answer = ask("/v1/info", None)
         return answer.status in (401, 403) or (answer.status == 200 and '"stillhouse"' in answer.text)
@@ -76,7 +73,7 @@ class StillhouseApi(VllmApi):
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
     ) -> Iterator[ServerRequest[Scores]]:
-        """A document beyond `REQUEST_TOKENS` or `REQUEST_BYTES` is a request by itself."""
+        """Group the documents into requests. A document that exceeds a limit is a request by itself."""
         limits = np.array([min(REQUEST_TOKENS, info.request_tokens or REQUEST_TOKENS), REQUEST_BYTES, np.inf])
         if info.images is not None:
             limits = np.minimum(limits, [np.inf, info.images.max_bytes, info.images.max_images])
@@ -98,7 +95,7 @@ class StillhouseApi(VllmApi):
     def other_version(self, ask: Ask) -> str | None:
         answer = ask("/v1/info", None)
         if answer.status != 200:
-            return None  # a server that is no `stillhouse serve`, or a wrong token: other requests tell it
+            return None  # another kind of server, or a wrong token; a later request reports this
         server = parsed(_AnyInfo, answer.content, f"{answer.url} is not that of {self.kind.title}")
         versions = f"{answer.server} runs Stillhouse {server.stillhouse[:40]!r}, and this is {__version__}"
         if server.wire != WIRE_FORMAT:
@@ -106,8 +103,6 @@ class StillhouseApi(VllmApi):
                 f"{versions}, whose bodies have format {WIRE_FORMAT}, not {server.wire}: expected the same version"
             )
         return None if server.stillhouse == __version__ else f"{versions}: expected the same version on both sides"
-
-    # completions
 
     def model_name(self, ask: Ask) -> str | None:
         return None

@@ -1,11 +1,11 @@
 """The client of a stock vLLM (0.30 or later), for signals and for completions.
 
-A server is started for pooling and gives hidden states after the last norm, or for completions and gives
-log-probabilities at temperature 1. "chosen" needs vLLM 0.31 on a GPU, started with --enable-scale-out; its code
-follows vLLM's source, and its tests have no recorded answer. New weights need VLLM_SERVER_DEV_MODE=1, and at
-temperatures other than 1 --logprobs-mode processed_logprobs. Each token of an answer has the label of the weights
-that generated it. An adapter's version is the model's name in requests, which needs --enable-lora and
-VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
+If a server is started for pooling, it gives hidden states after the last norm. If it is started for completions, it
+gives log-probabilities at temperature 1. The signal "chosen" needs vLLM 0.31 on a GPU, started with
+--enable-scale-out; the client for this signal follows vLLM's source code, and its tests have no recorded answers.
+Loading new weights needs VLLM_SERVER_DEV_MODE=1. Temperatures other than 1 need --logprobs-mode processed_logprobs.
+Each token of an answer has the label of the weights that generated it. If the weights are an adapter, their label is
+the name of the model in requests. Adapters need --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
 """
 
 import base64
@@ -125,8 +125,6 @@ class VllmApi(ServerApi):
     name = "vllm"
     path = _GENERATE
 
-    # signals
-
     def recognises(self, ask: Ask) -> bool:
         answer = ask("/v1/models", None)
         return answer.status == 200 and '"owned_by":"vllm"' in answer.text.replace(" ", "")
@@ -141,14 +139,12 @@ class VllmApi(ServerApi):
         make = {"hidden": _pooling, "top_k": _prompt_log_probs, "chosen": _chosen_scores}[spec.kind]
         return [make(info, spec, width, document) for document in documents]
 
-    # completions
-
     def model_name(self, ask: Ask) -> str | None:
         answer = ask("/v1/models", None)
         model = parsed(_FirstModel, answer.content, f"{answer.url} names no model", self.kind.hint)
         if self.is_tied:
-            # At its start, a vLLM on a CPU copies a tied head. New weights change the embedding and not this copy, so
-            # that its log-probabilities would belong to no version.
+            # A vLLM on a CPU copies a tied head when it starts. New weights would change the embedding but not this
+            # copy, so that the log-probabilities would belong to no version.
             answer = ask("/server_info?config_format=json", None)
             if answer.status == 404:
                 raise ValueError(f"{answer.url}: 404; {_DEVELOPMENT}")
@@ -173,12 +169,12 @@ class VllmApi(ServerApi):
             "max_tokens": max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": sampling.top_k,  # in vLLM, too, 0 means all tokens
+            "top_k": sampling.top_k,  # 0 means all tokens in vLLM, too
             "min_p": sampling.min_p,
             "seed": seed % 2**63,
             # one more than `top`, because the sampled token also counts
             "logprobs": top + 1 if top else 0,
-            # a completion ends at these tokens, and not at the end tokens of the server's configuration
+            # a completion ends at these tokens, not at the end tokens of the server's configuration
             "ignore_eos": True,
             "stop_token_ids": list(sampling.eos_ids),
             "stop": list(sampling.stop),
@@ -208,7 +204,7 @@ class VllmApi(ServerApi):
         if published.kind == "adapter":
             self.load_adapter(ask, published, "already been loaded", _LORA)
             return True
-        # Requests in progress wait. Tokens from half-updated weights would have a label that the client refuses.
+        # Requests in progress wait. If a token were generated during the update, the client would refuse its label.
         _succeed(ask, "/pause?mode=keep", {}, "status", "paused")
         _succeed(ask, "/update_weight_version", {"new_version": f"{published.label}-loading"}, "success", True)
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(published.folder)}}
@@ -240,7 +236,7 @@ class VllmApi(ServerApi):
 
 
 def _pooling(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> ServerRequest[Scores]:
-    # the model is causal: the tokens after the last requested row do not change any requested row
+    # the model is causal, so tokens after the last requested row do not change the requested rows
     tokens = document.tokens[: document.rows.stop].tolist()
     body = {
         "model": info.model,
@@ -301,7 +297,7 @@ def _chosen_scores(info: ServerInfo, spec: SignalSpec, width: int, document: Doc
     def parse(response: HttpAnswer) -> Scores:
         what = f"{_GENERATE} gives no array of log-probabilities"
         encoded = parsed(_ChosenScores, response.content, what).prompt_token_id_logprobs
-        with reading(what):  # np.load would also read other formats than the one of an array
+        with reading(what):  # np.load would also read other formats, such as pickles
             log_probs_NK = np.lib.format.read_array(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
         if log_probs_NK.shape != tuple(ids_NK.shape) or log_probs_NK.dtype.kind != "f":
             raise ValueError(

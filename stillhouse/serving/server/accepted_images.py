@@ -1,9 +1,8 @@
-"""Proves that the images of requests are those that the served model's processor would make.
+"""Checks that the image tensors of requests could come from the served model's processor.
 
-A server gets pixels, and no image files. It runs its own processor on blank pictures of the sizes that the client
-sends. The shapes, the integers and the placeholder tokens depend on the sizes alone, so that they must be equal; the
-pixels must be finite. The processor's settings and the rotary positions are compared by their hashes
-(`image_support.py`).
+A server gets pixels, not image files. It runs its own processor on blank pictures of the sizes that the client sends.
+The shapes, the integer tensors and the placeholder tokens depend only on the sizes, so they must be equal. The pixels
+must be finite. The client compares the processors and the rotary positions by their hashes (`image_support.py`).
 """
 
 import io
@@ -31,20 +30,19 @@ from stillhouse.signals.scorer import proven_media_inputs
 
 #: the most images of a request, and the most bytes of their tensors
 MAX_IMAGES, IMAGE_BYTES = 256, 256 * 2**20
-#: the pixels that the pictures of a request may have: in any case, and for each byte of their tensors. Blank pictures
-#: cost memory and time, and a client must not get them for a few bytes. With 64, a processor may
-#: make 336 × 336 pixels of any picture
+#: the pictures of a request may have this number of pixels, and more for each byte of their tensors. The limit exists
+#: because blank pictures cost memory and time, and a client could request large ones with few bytes. With 64 pixels
+#: per byte, a processor may scale any picture down to 336 × 336 pixels
 _FREE_PIXELS, _PIXELS_PER_BYTE = 2**20, 64
-#: sizes whose blank pictures are remembered
+#: the number of results for blank pictures that are cached
 _REMEMBERED = 64
-#: proves a decoder that reads images
+#: proves that a decoder reads images correctly, and returns the inputs of its model
 Prove = Callable[[Decoder, MediaProcessor], MediaInputs]
 
 
 class _Blank(NamedTuple):
-    """What the processor makes of blank pictures.
-
-    tokens: for each picture, from its first to its last placeholder. exact: the integer tensors. pixels: the others.
+    """The output of the processor for blank pictures. tokens: the tokens of each picture, from the first to the last
+    placeholder. exact: the integer tensors. pixels: the shapes and dtypes of the other tensors.
     """
 
     tokens: Sequence[np.ndarray]
@@ -55,11 +53,11 @@ class _Blank(NamedTuple):
 class AcceptedImages:
     """The images that a server accepts.
 
-    processor: None if it accepts none. inputs: makes the model's inputs; None without a processor.
-    placeholder_ids: the tokens that stand for features of images, videos and audio. info: a field of `GET /v1/info`.
-    most_bytes: of the tensors of a request's images. description: lines for the log.
+    processor: the processor of the model, or None if the server accepts no images. inputs: makes the model's inputs;
+    None without a processor. placeholder_ids: the tokens that stand for features of images, videos and audio.
+    info: a field of `GET /v1/info`. most_bytes: the most bytes of a request's image tensors. description: log lines.
 
-    Raises ValueError, naming the model or the processor, if images cannot be accepted.
+    Raises ValueError if the model or the processor does not allow images.
     """
 
     def __init__(self, decoder: Decoder, processor: MediaProcessor | None, prove: Prove = proven_media_inputs):
@@ -84,12 +82,12 @@ class AcceptedImages:
         self.description = [f"images: at most {MAX_IMAGES:,} and {IMAGE_BYTES:,} bytes of their tensors per request"]
         self._lock, self._blank = Lock(), lru_cache(_REMEMBERED)(partial(_blank_of, processor))
         for tokens, encoded in processor.example_prompts():
-            if encoded:  # the integers and placeholders must depend on nothing but the sizes of pictures
+            if encoded:  # integers and placeholders must depend only on the sizes of pictures
                 images = processor.read_files(encoded, tokens)
                 self._check_images(tokens, DocumentMedia(b"", lambda images=images: images))  # type: ignore[misc]
 
     def check(self, documents: Sequence[tuple[np.ndarray, DocumentMedia | None]], param: str) -> None:
-        """Raise RequestError unless the images belong to their documents. documents: tokens, and images or None."""
+        """Raise RequestError unless images fit their documents. documents: the tokens of each, and images or None."""
         read = [images.read() for _, images in documents if images is not None]
         count = sum(len(images.sizes) for images in read)
         if self.inputs is None:
@@ -122,7 +120,7 @@ class AcceptedImages:
         for number, size in enumerate(sizes, start=1):
             with reading(f"picture {number}"):
                 require_size(*size)
-        if (pixels := sum(map(math.prod, sizes))) > MAX_PIXELS:  # blank pictures take as much
+        if (pixels := sum(map(math.prod, sizes))) > MAX_PIXELS:  # the blank pictures will need as many
             raise ValueError(
                 f"its pictures have {pixels:,} pixels: expected at most {MAX_PIXELS:,} in all; a run scales them "
                 "down to data.image_pixels"
@@ -132,7 +130,7 @@ class AcceptedImages:
             raise ValueError(
                 f"{placeholders} placeholder tokens for {len(sizes)} pictures: expected at least as many"
             )
-        with self._lock:  # one request at a time, for the memory of large pictures
+        with self._lock:  # one request at a time, because large pictures need much memory
             blank = self._blank(tuple(sizes))
         if tensors.keys() != blank.exact.keys() | blank.pixels.keys():
             raise ValueError(f"its images have {sorted(tensors)}: expected {sorted([*blank.exact, *blank.pixels])}")
@@ -156,7 +154,7 @@ class AcceptedImages:
             raise ValueError("its images have no positions among its tokens")
 
     def _check_placeholders(self, tokens: np.ndarray, expected: Sequence[np.ndarray]) -> None:
-        """Raise ValueError unless the document has the placeholders of all pictures in their order, and no others."""
+        """Raise ValueError unless the document's placeholders are those of all pictures in their order."""
         ids = self.placeholder_ids
         places, counts = np.flatnonzero(np.isin(tokens, ids)), [int(np.isin(of, ids).sum()) for of in expected]
         if len(places) != sum(counts):
@@ -199,7 +197,7 @@ def _blank_of(processor: MediaProcessor, sizes: Sequence[tuple[int, int]]) -> _B
 
 def load_processor_of(folder: str, tokenizer: PreTrainedTokenizerBase) -> MediaProcessor:
     """The processor of a model's folder. Raises ValueError if it has none, or one that cannot be used."""
-    processor = find_media_processor(folder, tokenizer, template_is_set=True)  # a server renders no template
+    processor = find_media_processor(folder, tokenizer, template_is_set=True)  # a server does not use chat templates
     if processor is None:
         raise ValueError(f"--images: '{folder}' has no processor of images: expected processor_config.json in it")
     processor.prepare()

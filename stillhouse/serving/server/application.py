@@ -1,7 +1,7 @@
-"""The ASGI application of a server: the routes for the server's state, and the way of a request through the queue.
+"""The ASGI application of a server: the routes for the server's state, and the steps from a request to its answer.
 
 A role adds the routes whose answers the model computes. All routes run in the HTTP thread. They put requests into the
-queue and never touch the model.
+queue and never use the model themselves.
 """
 
 import asyncio
@@ -35,12 +35,11 @@ from stillhouse.serving.server.gate import (
 from stillhouse.serving.server.request_queue import Part, RequestQueue, Ticket
 from stillhouse.serving.server.role import Role
 
-#: bodies and answers with fewer bytes are parsed and encoded in the HTTP thread itself
+#: bodies and answers with fewer bytes are parsed and encoded in the HTTP thread
 AT_ONCE_BYTES = 16 * 1024
-#: seconds that a client has for sending a body
+#: the most seconds for which a client may send a body
 BODY_SECONDS = 120.0
 
-#: the JSON schema of a binary body
 BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
 Result = TypeVar("Result")
 #: the parts of a request, and a function that makes the answer from the model's results
@@ -48,8 +47,8 @@ Parsed = tuple[Sequence[Part], Callable[[list[Any]], bytes]]
 
 
 class Application:
-    """token: the bearer token that requests need, if any. host: the address of the server, for one without a token.
-    api: the FastAPI object, which has the routes.
+    """token: the bearer token that requests need, or None. host: the address on which the server listens.
+    api: the FastAPI object with the routes.
     """
 
     def __init__(self, role: Role, queue: RequestQueue, token: str | None, host: str):
@@ -58,7 +57,7 @@ class Application:
         self.api = FastAPI(
             title="stillhouse serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
         )
-        #: the most bytes of all bodies in memory, where one with images stays until its answer; and those there now
+        #: the most bytes of all bodies in memory, and the bytes now. A body with images stays there until its answer
         self._total, self._held = role.limits.bodies_bytes + 2 * role.limits.image_bytes, 0
         for kind, answer in _ERRORS.items():
             self.api.add_exception_handler(kind, partial(_answered, answer))
@@ -88,17 +87,15 @@ class Application:
         role.add_routes(self)
 
     def require_model(self, name: str | None) -> None:
-        """Raise RequestError if a request names another model than the served one. None: it names no model."""
+        """Raise RequestError if a request names another model than the served model. name: None if it names none."""
         if name not in (None, self.role.name):
             raise RequestError(HTTPStatus.NOT_FOUND, f"The model `{name}` does not exist.", param="model")
 
     @asynccontextmanager
     async def read_body(self, request: Request, limits: Mapping[str, int]) -> AsyncIterator[tuple[bytes, str]]:
-        """Yield a request's body and its content type. It counts towards the limit of all bodies until the
-        context ends.
-
-        limits: the most bytes, by content type. Raises RequestError if the body has another content type, is too
-        large, is sent too slowly, or would exceed `total`.
+        """Yield a request's body and its content type. The body counts towards the limit of all bodies until the
+        context ends. limits: the most bytes, by content type. Raises RequestError if the body has another content
+        type, is too large, is sent too slowly, or would exceed the limit of all bodies.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in limits:
@@ -144,9 +141,9 @@ class Application:
     ) -> None:
         """Add a route whose answers the model computes.
 
-        parse: parses a request, given the body and its content type; raises RequestError.
+        parse: parses a request from the body and its content type; raises RequestError.
         schemas: the JSON schemas of the bodies, by content type. result_bytes: returns the size of the results.
-        media_type, answers: the media type of a successful answer, and its OpenAPI descriptions.
+        media_type: the media type of a successful answer. answers: the OpenAPI descriptions of answers.
         """
 
         limits = self.role.limits
@@ -159,7 +156,7 @@ class Application:
                 parts, encode = await _in_thread_if_large(len(content), parse, content, kind)
                 has_images = any(part.has_media for part in parts)
                 await _in_thread_if_large(AT_ONCE_BYTES * has_images, self.role.check, parts)
-                if not has_images:  # images count towards the limit of bodies until they are answered
+                if not has_images:  # a body with images counts towards the limit until it is answered
                     await body.aclose()
                 ticket = self.queue.submit(parts)
                 with ExitStack() as on_error:
@@ -188,8 +185,8 @@ def required_body(schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _in_thread_if_large(size: int, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function, in another thread if `size` is large, so that the other clients need not wait. For a small
-    one, that would be slower: the thread waits until the model's thread releases the interpreter.
+    """Call a function; if `size` is large, in another thread, so that other clients need not wait. For a small size,
+    another thread would be slower, because it waits until the model's thread releases the interpreter.
     """
     return function(*arguments) if size < AT_ONCE_BYTES else await run_in_threadpool(function, *arguments)
 
@@ -198,7 +195,7 @@ async def _unless_disconnected(request: Request, ticket: Ticket) -> list[Any]:
     """Wait for the model's results. Raises ClientDisconnect if the client disconnects first."""
     results = asyncio.wrap_future(ticket.results)
 
-    async def left() -> None:  # the request's body was read before
+    async def left() -> None:  # the body has already been read
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
@@ -214,7 +211,7 @@ async def _unless_disconnected(request: Request, ticket: Ticket) -> list[Any]:
         results.cancel()
 
 
-#: the answer for each type of error in a route; nobody receives the answer to ClientDisconnect
+#: the answer for each type of error in a route; no client receives the answer for ClientDisconnect
 _ERRORS: dict[type[Exception], Callable[[Any], Response]] = {
     RequestError: RequestError.response,
     HTTPException: lambda error: RequestError(error.status_code, str(error.detail), headers=error.headers).response(),
@@ -271,7 +268,7 @@ class Metrics:
         waiting.set_function(lambda: len(queue.items))
 
     def request(self, path: str, status: int, seconds: float) -> None:
-        """Count an answer. All unknown paths share one label, so that clients cannot create time series."""
+        """Count an answer. All unknown paths have the same label, so that clients cannot create new time series."""
         label = "/v1/files" if path.startswith("/v1/files/") else path if path in PATHS else "other"
         self._requests.labels(label, str(status)).inc()
         self._latency.labels(label).observe(seconds)

@@ -1,8 +1,8 @@
 """The address, the HTTP thread and the connections of a server: uvicorn's HTTP/1.1, with limits against idle clients.
 
-A connection waits until it has received the complete header of a request, for at most `HEADER_SECONDS`. If there are
-too many connections, the server closes the one that has waited longest. `Room` limits how many connections have a
-request at a time, so that the server always accepts a new connection and always answers `/healthz`.
+A connection waits for at most `HEADER_SECONDS` until it has received the complete header of a request. If there are
+too many connections, the server closes the connection that has waited longest. `Room` limits the number of
+connections with a request, so that the server always accepts a new connection and always answers `/healthz`.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stillhouse.serving.server.gate import OPEN_PATHS, RequestError
 
-#: seconds that a connection waits for the header of a request, or for more of a body that was answered early
+#: seconds for which a connection waits for the header of a request, or for more data of a body after an early answer
 HEADER_SECONDS = 10.0
-#: limits for the rest of a body that was answered early
+#: limits for the rest of a body after an early answer
 LATE_BYTES, LATE_SECONDS = 2**30, 120.0
-#: the most connections at a time, and how many of them must have no request
+#: the most connections at a time, and the number of them that must have no request
 CONNECTIONS, SPARE = 2048, 64
-#: seconds that a client has for reading each piece of an answer
+#: the most seconds for which a client may read each piece of an answer
 SEND_SECONDS = 120.0
 #: the most seconds for sending the last answers
 LAST_SECONDS = 60.0
@@ -36,7 +36,7 @@ BACKLOG = 2048
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address. Raises OSError if the address cannot be used."""
+    """Make a socket that is bound to an address. Raises OSError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only on a socket with IPPROTO_TCP; without TCP_NODELAY, answers wait 40 ms for an ACK
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -51,7 +51,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 class HttpThread:
     """Runs uvicorn in a separate thread, where uvicorn installs no signal handlers. The main thread calls `end`.
-    Raises OSError if another process has begun to listen on the address, which two processes can bind before.
+    Raises OSError if another process already listens on the address. Binding alone would not detect that process.
     """
 
     def __init__(self, app: ASGIApp, bound_socket: socket.socket):
@@ -84,7 +84,7 @@ class HttpThread:
 
 
 def most_connections() -> int:
-    """The most connections at a time. Each connection needs a file descriptor; the model's libraries need others."""
+    """The most connections at a time. Each needs a file descriptor, and the model's libraries need others."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_bounded = descriptors != resource.RLIM_INFINITY
     return max(2 * SPARE, min(CONNECTIONS, descriptors // 2)) if is_bounded else CONNECTIONS
@@ -129,7 +129,7 @@ class Connection(H11Protocol):
 
     def _begin_to_wait(self) -> None:
         def give_up() -> None:
-            self.transport.close()  # sends the rest of the last answer first; `abort` ends it for a client that stops
+            self.transport.close()  # first sends the rest of the last answer; a client that stops reading is aborted
             self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
         self._end_to_wait()
@@ -143,9 +143,9 @@ class Connection(H11Protocol):
 
 
 def drained(app: ASGIApp) -> ASGIApp:
-    """Read the rest of a body that was answered early, such as one that is too large, and keep nothing of it. Without
-    this, a client that sends all of its body before it reads would get a reset in place of the answer. Beyond
-    `LATE_BYTES` or `LATE_SECONDS`, and `HEADER_SECONDS` after the last byte, the answer is ended all the same.
+    """After an early answer, for example to a body that is too large, read and discard the rest of the body.
+    Otherwise a client that sends its whole body before it reads would get a connection reset instead of the answer.
+    Reading stops after `LATE_BYTES`, after `LATE_SECONDS`, or if nothing arrives for `HEADER_SECONDS`.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -155,7 +155,7 @@ def drained(app: ASGIApp) -> ASGIApp:
         async def reading() -> Message:
             nonlocal is_read
             message = await receive()
-            is_read = not message.get("more_body", False)  # no message of a closed connection has it
+            is_read = not message.get("more_body", False)  # the message of a closed connection lacks this key
             return message
 
         async def sending(message: Message) -> None:
@@ -182,16 +182,14 @@ class _UnreadError(Exception):
 
 
 class Room:
-    """The outermost layer. Answers 503 if fewer than `SPARE` connections would remain without a request, except on
-    `OPEN_PATHS`, and drops answers that cannot be sent.
-
-    uvicorn itself answers invalid HTTP; if a route has begun to answer before, the route's answer fails. The
-    connection of a client that does not read is closed.
+    """The outermost layer. It answers 503 if fewer than `SPARE` connections would remain without a request, except on
+    `OPEN_PATHS`. It drops answers that cannot be sent: uvicorn itself answers invalid HTTP, after which an answer
+    that a route has begun fails; and the connection of a client that does not read is closed.
     """
 
     def __init__(self, app: ASGIApp):
         self._app = drained(app)
-        #: the number of requests now, by whether they are refused
+        #: the current number of requests that are accepted (False) and that are being refused (True)
         self._requests = {False: 0, True: 0}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -207,11 +205,11 @@ class Room:
         if is_refused:
             headers = {"Retry-After": "1", "Connection": "close"}
             error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at a time", headers=headers)
-            # the spare connections must not all be those of clients that send bodies slowly
+            # clients that send bodies slowly must not occupy all of the spare connections
             answer = drained(error.response()) if self._requests[True] < SPARE // 2 else error.response()
         self._requests[is_refused] += 1
         try:
-            with suppress(h11.LocalProtocolError, _UnreadError):  # uvicorn closes a connection without a whole answer
+            with suppress(h11.LocalProtocolError, _UnreadError):  # uvicorn closes a connection after a partial answer
                 await answer(scope, receive, in_time)
         finally:
             self._requests[is_refused] -= 1

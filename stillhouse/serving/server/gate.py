@@ -1,7 +1,7 @@
-"""What every route shares: errors in the format of the OpenAI API as in vLLM, JSON requests, the bearer token or the
-server's names, and answers that are sent in pieces.
+"""Parts that all routes share: errors in the OpenAI API's format as in vLLM, JSON requests, the check of the bearer
+token or of the host name, and answers that are sent in pieces.
 
-The middleware is plain ASGI, so that it refuses a request without the token before it reads any of the body.
+The middleware is plain ASGI, so that it can refuse a request without the token before it reads any of the body.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from stillhouse.serving.wire import require_few_lists
 
 Body = TypeVar("Body", bound=BaseModel)
 ENDING = "the server is about to end"
-#: routes that need no bearer token and are never refused by `Room`, for the probes of an orchestrator
+#: routes that need no bearer token and that `Room` never refuses, for the health checks of an orchestrator
 OPEN_PATHS = ("/healthz",)
 _PIECE = 2**20
 
@@ -54,7 +54,7 @@ def refused(message: str, param: str | None = None) -> RequestError:
 
 
 def busy(message: str, seconds: int = 1, headers: Mapping[str, str] | None = None) -> RequestError:
-    """The error of a server that is at one of its limits. seconds: when the client may try again."""
+    """The error of a server that has reached a limit. seconds: the time after which the client may try again."""
     headers = {"Retry-After": str(seconds), **(headers or {})}
     return RequestError(HTTPStatus.TOO_MANY_REQUESTS, message, headers=headers)
 
@@ -66,7 +66,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def parse_json(content: bytes, kind: type[Body], named: int = 2) -> Body:
-    """Raises RequestError for an invalid body. named: how many levels of the invalid field's path the error names."""
+    """Parse a body. Raises RequestError if it is invalid. named: the levels of the field's path that errors name."""
     try:
         require_few_lists(content)
         return kind.model_validate_json(content)
@@ -93,9 +93,9 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int | None]:
 def scope_error(token: str | None, host: str, scope: Scope) -> RequestError | None:
     """The error of a request without the bearer token.
 
-    For a server without a token on loopback: of a request to another name, or of another site's page. A browser on
-    this machine reaches the server, too. A page of another site could make it do so, by a form, or by a name of its
-    own that it lets point to 127.0.0.1 (DNS rebinding), by which it could read the answers.
+    A server without a token on loopback instead refuses requests to another host name and requests from a web page of
+    another site. Otherwise such a page could send requests through a browser on this machine: with a form, or with a
+    host name that the site lets point to 127.0.0.1 (DNS rebinding), so that the page could also read the answers.
     """
     if scope["path"] in OPEN_PATHS or (token is None and not is_loopback(host)):
         return None
@@ -112,7 +112,7 @@ def scope_error(token: str | None, host: str, scope: Scope) -> RequestError | No
     refusals = {
         b"host": (
             HTTPStatus.MISDIRECTED_REQUEST,
-            "this server has no token and serves this machine alone: expected localhost or 127.0.0.1 as its host "
+            "this server has no token and serves only this machine: expected localhost or 127.0.0.1 as its host "
             f"(the header `Host`); {instead}",
         ),
         b"origin": (
@@ -141,7 +141,7 @@ def is_loopback(host: str) -> bool:
 def gate(
     app: ASGIApp, error_of: Callable[[Scope], RequestError | None], count: Callable[[str, int, float], None]
 ) -> ASGIApp:
-    """error_of: returns the error that is the answer, if any. count: gets path, status and seconds of an answer."""
+    """Answer with `error_of`'s error, if there is one. count: receives path, status and seconds of each answer."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         started, status = asyncio.get_running_loop().time(), int(HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -162,7 +162,7 @@ def gate(
 
 
 class InPieces(Response):
-    """A response that is sent in pieces, and calls `sent` after it was sent, or after sending has failed."""
+    """A response that is sent in pieces. It calls `sent` after sending has succeeded or failed."""
 
     def __init__(self, content: bytes, media_type: str, sent: Callable[[], None]):
         super().__init__(None, media_type=media_type)
@@ -182,6 +182,6 @@ class InPieces(Response):
 
 def unread_headers(scope: Scope) -> dict[str, str]:
     """Headers of an answer that is sent before the request's body was read. The rest of the body is discarded (see
-    `drained`); a client that waits for `100 Continue` will not send it, so that its connection is closed.
+    `drained`). But a client that waits for `100 Continue` never sends the body, so its connection is closed.
     """
     return {"Connection": "close"} if any(name == b"expect" for name, _ in scope["headers"]) else {}

@@ -1,8 +1,8 @@
 """The role that generates completions: `POST /inference/v1/generate`, and `POST /v1/weights` for new weights.
 
-A request has token ids in vLLM's format, one prompt, and gets one completion. Log-probabilities are those at the
-sampling temperature, over the full vocabulary, before top_p, top_k and min_p. (vLLM's `--logprobs-mode
-processed_logprobs` gives those after them.)
+A request in vLLM's format has one prompt as token ids, and gets one completion. Log-probabilities are computed at the
+sampling temperature, over the full vocabulary, before top_p, top_k and min_p. (With `--logprobs-mode
+processed_logprobs`, vLLM computes them after top_p, top_k and min_p.)
 """
 
 import asyncio
@@ -41,14 +41,14 @@ from stillhouse.serving.wire import FirstWrong, ReceivedImages, StrictBody, Toke
 #: the approximate size of an answer per token
 _TOKEN_BYTES = 64
 _WEIGHTS_BYTES = 16 * 1024
-#: temperatures between 0 and this one would overflow: vLLM replaces them by this one, and this server refuses them
+#: lower temperatures above 0 would overflow. vLLM replaces them by this temperature, and this server refuses them
 LOWEST_TEMPERATURE = 0.01
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 @dataclass(frozen=True, eq=False)
 class GenerationPart:
-    """tokens: the most tokens of prompt and completion together. images: those of the prompt, if it has any."""
+    """tokens: the most tokens of prompt and completion together. images: the images of the prompt, or None."""
 
     request: GenerationRequest
     tokens: int
@@ -61,7 +61,7 @@ class GenerationPart:
 
 @dataclass(frozen=True, eq=False)
 class VersionedCompletion:
-    """A completion and the version of the weights. stop: the stop text that ended the completion, if there is one."""
+    """A completion and the version of the weights. stop: the stop text that ended the completion, or None."""
 
     completion: Completion
     version: str
@@ -70,7 +70,6 @@ class VersionedCompletion:
 
 class CompletionWriter:
     """Generates the completions of a batch (a `Role`), in one process. Each request may have its own `Sampling`.
-
     weights_root: see `WeightUpdates`. Raises ValueError if the model cannot be loaded, is damaged or cannot generate.
     """
 
@@ -115,9 +114,8 @@ class CompletionWriter:
         lock = asyncio.Lock()
 
         def generate(content: bytes, kind: str) -> Parsed:
-            """A completion as token ids, with log-probabilities and the version of the weights, in vLLM's format.
-
-            A prompt with images is a safetensors body (see stillhouse/serving/wire.py).
+            """A completion as token ids, with log-probabilities and the version of the weights, in vLLM's format. A
+            prompt with images is a safetensors body (see stillhouse/serving/wire.py).
             """
             sent: ReceivedImages = None, {}
             try:
@@ -169,7 +167,7 @@ class CompletionWriter:
         requests = [part.request for part in parts]
         self._generator.check(requests)
         outcomes: dict[int, VersionedCompletion | NotFiniteError] = {}
-        for members in self._generator.batches(requests):  # those of a batch have one sampling
+        for members in self._generator.batches(requests):  # all members have the same sampling
             try:
                 completions = self._generator.batch([requests[number] for number in members], 0)
             except NotFiniteError as error:
@@ -192,7 +190,7 @@ class CompletionWriter:
 
 class WeightsBody(StrictBody):
     """folder: a folder of published weights on this machine (see `published_folder.py`). version: the label of later
-    completions. manifest: the sha256 of the folder's manifest.json that the run has written; null: any manifest.
+    completions. manifest: the sha256 of the manifest.json that the run has written. If it is null, any is accepted.
     """
 
     folder: str = Field(min_length=1, max_length=4096)
@@ -201,7 +199,7 @@ class WeightsBody(StrictBody):
 
 
 class SamplingBody(StrictBody):
-    """How the tokens are sampled. Fields with one allowed value exist for clients that always send them."""
+    """The sampling of a completion. Fields with one allowed value exist for clients that always send them."""
 
     n: Literal[1] = 1
     max_tokens: int = Field(default=16, ge=1, description="tokens of the completion, its end included")
@@ -214,7 +212,7 @@ class SamplingBody(StrictBody):
         default=None, description="at most 16; they stay in the completion"
     )
     stop_token_ids: FirstWrong[TokenId] | None = Field(default=None, max_length=256)
-    ignore_eos: bool = Field(default=False, description="end at stop_token_ids alone, not at the model's own ends")
+    ignore_eos: bool = Field(default=False, description="end only at stop_token_ids, not at the model's end tokens")
     logprobs: Literal[0, 1] | None = Field(default=None, description="0 or 1: that of the token itself")
     prompt_logprobs: None = None
     presence_penalty: float = Field(default=0.0, ge=0, le=0)
@@ -238,7 +236,7 @@ class GenerateBody(StrictBody):
 def generation_part(
     body: GenerateBody, limits: Limits, eos_ids: Sequence[int], images: DocumentMedia | None = None
 ) -> GenerationPart:
-    """The part for the queue. eos_ids: of the model. Raises RequestError beyond the limits."""
+    """The part for the queue. eos_ids: the model's end tokens. Raises RequestError if the request exceeds a limit."""
     options = body.sampling_params
     limits.check_documents([body.token_ids], "token_ids")
     tokens = len(body.token_ids) + options.max_tokens
@@ -280,7 +278,7 @@ def generation_answer(body: GenerateBody, model: str, results: Sequence[Versione
     stop_reason: str | int | None = result.stop
     if completion.finish == "stop" and ids[-1] in (options.stop_token_ids or ()):
         stop_reason = ids[-1]
-    entries = [  # the token's rank is not computed
+    entries = [  # the rank of the token is not computed
         {"token_id": token, "logprob": log_prob, "rank": None, "top_logprobs": []}
         for token, log_prob in zip(ids, log_probs, strict=True)
     ]

@@ -1,7 +1,7 @@
-"""The queue between the HTTP server and the model: bounded, and divided into batches by a token budget.
+"""The queue between the HTTP server and the model. It has a limit, and is divided into batches by a token budget.
 
-A request has one or more parts: documents to score, or a completion to generate. Its tokens count towards the queue's
-limit until its answer has been sent. So the limit also bounds the answers that wait for clients that read slowly.
+A request has one or more parts: documents to score, or a completion to generate. The tokens of a request count
+towards the limit until its answer has been sent. So the limit also bounds answers that wait for slow clients.
 """
 
 import threading
@@ -42,7 +42,7 @@ class Ticket:
                 self.results.set_result([self._by_number[at] for at in range(len(self.parts))])
 
     def fail(self, error: RequestError) -> None:
-        """Make the error the answer, unless the request already has an answer or an error."""
+        """Answer the request with the error, unless it already has an answer or an error."""
         with suppress(InvalidStateError):
             self.results.set_exception(error)
 
@@ -54,17 +54,17 @@ Item = tuple[Ticket, int]
 class RequestQueue:
     """Requests that wait for the model. All methods may be called from any thread.
 
-    batch_tokens: the most tokens of a batch; a document that has more is a batch by itself. queue_tokens: the most
-    tokens of all requests that are accepted and not answered completely. ends: returns whether the server has to end;
-    it is called for each request, because the model's thread may compute for minutes before it calls `drain`.
-    deterministic: whether a batch has the parts of one request only, so that an answer does not depend on other
-    clients: the rounding of a matrix product depends on its number of rows.
+    batch_tokens: the most tokens of a batch; a larger part is a batch by itself. queue_tokens: the most tokens of all
+    requests that are accepted and not yet completely answered. ends: returns whether the server must end. It is
+    called for each request, because the model's thread may compute for minutes before it calls `drain`.
+    deterministic: whether all parts of a batch belong to one request. Otherwise an answer depends on other clients,
+    because the rounding of a matrix product depends on its number of rows.
     """
 
     def __init__(self, batch_tokens: int, queue_tokens: int, ends: Callable[[], bool], *, deterministic: bool):
         self.batch_tokens, self.queue_tokens, self.ends = batch_tokens, queue_tokens, ends
         self.deterministic = deterministic
-        #: the parts that wait for the model, and the tokens of requests that are accepted and not answered completely
+        #: the parts that wait for the model, and the tokens of requests that are not yet completely answered
         self.items, self.held = deque[Item](), 0
         self._changed = threading.Condition()
         self._closed = False
@@ -76,8 +76,8 @@ class RequestQueue:
         return self._closed or self.ends()
 
     def submit(self, parts: Sequence[Part]) -> Ticket:
-        """Accept a request. The caller must `release` the ticket at the end. Raises RequestError if the queue is
-        full, or if the server is ending. An empty queue accepts a request of any size.
+        """Accept a request. The caller must later `release` the ticket. Raises RequestError if the queue is full, or
+        if the server is ending. An empty queue accepts a request of any size.
         """
         ticket = Ticket(parts)
         with self._changed:
@@ -98,7 +98,7 @@ class RequestQueue:
         return ticket
 
     def release(self, ticket: Ticket) -> None:
-        """End a request after its answer was sent or the client has disconnected. Drops parts not yet computed."""
+        """End a request after its answer was sent or its client has disconnected. Waiting parts are dropped."""
         with self._changed:
             ticket.results.cancel()
             if not ticket.is_released:
@@ -123,7 +123,7 @@ class RequestQueue:
             return batch
 
     def record_speed(self, tokens: int, seconds: float) -> None:
-        """Record the speed of a batch. The error of a full queue uses it to estimate when there is room again."""
+        """Record the speed of a batch. A full queue uses the speed to estimate when clients should try again."""
         speed = tokens / max(seconds, 1e-6)
         self._tokens_per_second = 0.8 * self._tokens_per_second + 0.2 * speed if self._tokens_per_second else speed
 
@@ -134,12 +134,12 @@ class RequestQueue:
             self._changed.notify_all()
 
     def wait_until_answered(self, seconds: float) -> bool:
-        """Wait until every accepted request has been answered; return False if that takes longer than `seconds`."""
+        """Wait until every accepted request is answered; return False if this takes longer than `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.held, timeout=seconds)
 
     def fail_all(self, error: RequestError) -> None:
-        """Accept no more requests, and make the error the answer of every request that has a waiting part."""
+        """Accept no more requests, and answer every request that has a waiting part with the error."""
         self.drain()
         with self._changed:
             for ticket, _ in self.items:

@@ -27,12 +27,12 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest values of a client's request. A request that exceeds one is refused before it reaches the model.
+    """The limits of a client's request. A request that exceeds a limit is refused before it reaches the model.
 
-    vocabulary: rows of the model's head. max_tokens: tokens per sequence.
+    vocabulary: the number of rows of the model's head. max_tokens: tokens per sequence.
     max_request_tokens, max_sequences: tokens and sequences per request. max_top_k: ids per token.
-    json_bytes, binary_bytes: bytes of one body; image_bytes: more of a binary one, for images.
-    bodies_bytes: bytes of all bodies that are in memory at a time, without those of images.
+    json_bytes, binary_bytes: bytes of one body. image_bytes: the additional bytes of a binary body for images.
+    bodies_bytes: bytes of all bodies that are in memory at a time, without images.
     """
 
     vocabulary: int
@@ -47,11 +47,11 @@ class Limits:
 
     @property
     def most_ids(self) -> int:
-        """The most ids per token of a signal: `max_top_k`, or the vocabulary if that is smaller."""
+        """The most ids per token of a signal: the smaller of `max_top_k` and the vocabulary."""
         return min(self.max_top_k, self.vocabulary)
 
     def id_outside(self, ids: np.ndarray, least: int = 0) -> int | None:
-        """An id below `least` or beyond the vocabulary; None if there is none."""
+        """An id below `least` or beyond the vocabulary, or None if all ids are valid."""
         smallest, largest = int(ids.min()), int(ids.max())
         return smallest if smallest < least else largest if largest >= self.vocabulary else None
 
@@ -81,9 +81,9 @@ class Limits:
 
 
 class Role(Protocol):
-    """name: the model's name for clients. info: the answer of `GET /v1/info`; empty except on the first process.
-    description: lines for the log that describe the served model; as `info`.
-    survives_failures: whether the server may go on after the computation of a batch has failed.
+    """name: the model's name for clients. info: the answer of `GET /v1/info`. description: log lines that describe
+    the served model. Both are empty except on the first process.
+    survives_failures: whether the server may continue after the computation of a batch has failed.
     """
 
     name: str
@@ -95,10 +95,10 @@ class Role(Protocol):
     def add_routes(self, application: "Application") -> None: ...
 
     def check(self, parts: Sequence[Any]) -> None:
-        """Raise RequestError for images that the model's processor would not make, and for their tokens in texts."""
+        """Raise RequestError for images that the model's processor would not make, and for image tokens in texts."""
 
     def compute(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Compute a batch: for each part, return the result or an error."""
+        """Compute a batch. Returns the result of each part, or an error."""
 
     def between_batches(self) -> None:
         """Called before each batch, and several times a second while there is no request."""
@@ -109,9 +109,9 @@ class Role(Protocol):
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """name: a folder or a hub id. dtype: "auto" is the saved dtype. device: "auto" is a GPU if the machine has one.
-    attention: as `student.attention` of a run. revision: of a hub id. images: whether it reads images.
-    quantize: "int8", "nf4" or "fp8" (see `quantized.py`), only for a single process; None: do not quantize.
+    """name: a folder or a hub id. dtype: "auto" means the saved dtype. device: "auto" means a GPU if there is one.
+    attention: see `student.attention` of a run. revision: the revision of a hub id. images: whether the model reads
+    images. quantize: "int8", "nf4", "fp8" (see `quantized.py`; only for a single process) or None.
     """
 
     name: str
@@ -123,9 +123,8 @@ class ModelOptions:
     images: bool
 
     def load(self, source: str, device: torch.device, what: str, *, takes_adapters: bool = False) -> Decoder:
-        """Load the model of the folder `source`, frozen. Raises ValueError, naming `what`, if it is damaged.
-
-        takes_adapters: quantized layers compute as in a run that trains an adapter on them.
+        """Load the frozen model from the folder `source`. Raises ValueError if it is damaged. what: the model's name
+        in errors. takes_adapters: whether quantized layers compute as in a run that trains an adapter on them.
         """
         decoder = Decoder.from_pretrained(
             source,

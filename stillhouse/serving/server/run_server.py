@@ -36,12 +36,12 @@ from stillhouse.serving.server.request_queue import Item, RequestQueue
 from stillhouse.serving.server.role import ModelOptions, Role
 from stillhouse.serving.server.served_teacher import ServedTeacher
 
-#: the most seconds between two checks whether the server has to end, while no request arrives
+#: while no request arrives, the server checks at least once in this number of seconds whether it must end
 LOOK_SECONDS = 0.1
-#: the server ends after so many failed batches in a row. Batches that failed for lack of memory do not count
+#: the server ends after this number of failed batches in a row. Batches that failed for lack of memory do not count
 MAX_FAILURES = 3
 #: seconds after which a thread must release the interpreter to another thread. The model's thread rarely releases it
-#: earlier, so that Python's default of 5 ms would delay each request several times
+#: earlier, so Python's default of 5 ms would delay each request several times
 SWITCH_SECONDS = 0.0005
 
 
@@ -59,9 +59,9 @@ def run_server(
     weights_root: Path | None,
     deterministic: bool,
 ) -> None:
-    """Serve a model until a signal to end, such as SIGTERM (see `preemption.handling`). Options: see the command.
-    Raises ValueError for a model that cannot be served, a token that is invalid in a header, or an address that other
-    machines can reach without a token, and OSError for an address that cannot be used.
+    """Serve a model until a signal such as SIGTERM (see `preemption.handling`). The command describes the options.
+    Raises ValueError if the model cannot be served, if the token is invalid in a header, or if other machines can
+    reach the address and there is no token. Raises OSError if the address cannot be used.
     """
     if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
         raise ValueError(
@@ -82,7 +82,7 @@ def run_server(
     if deterministic:
         use_deterministic_algorithms()
     queue_tokens = queue_tokens or 16 * batch_tokens
-    # bind before the model is loaded, so that a port in use is reported at once
+    # bind the address before the model is loaded, so that a port in use is reported at once
     sockets = [bound(host, port)] if is_first() else []
     with TemporaryDirectory(prefix="stillhouse-serve-") as folder:
         role: Role
@@ -96,13 +96,13 @@ def run_server(
         with finishing("the requests that were accepted"):
             if is_first():
                 _run(role, queue, sockets[0], token)
-            elif isinstance(role, ServedTeacher):  # completions are generated in one process
+            elif isinstance(role, ServedTeacher):  # only a teacher may have several processes
                 role.follow()
         destroy_process_group()
 
 
 def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str | None) -> None:
-    """On the first process: answer requests until the queue's server has to end."""
+    """On the first process, answer requests until the server must end."""
     host, port = listening.getsockname()[:2]
     application = Application(role, queue, token, host)
     server = HttpThread(application.api, listening)
@@ -116,7 +116,7 @@ def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str |
         while True:
             is_last = queue.is_draining
             if is_last:
-                queue.drain()  # no request enters the queue after this line, so that an empty queue stays empty
+                queue.drain()  # after this line, no request enters the queue, so an empty queue stays empty
             if not server.thread.is_alive():
                 raise RuntimeError("the HTTP thread has ended")
             role.between_batches()
@@ -132,8 +132,8 @@ def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str |
 
 
 def _compute(application: Application, batch: Sequence[Item], failures: int) -> int:
-    """Compute a batch, and give each request its results or an error. failures: of the batches before, in a row.
-    Returns the same for the next batch.
+    """Compute a batch, and give each request its results or an error. failures: the number of consecutive failed
+    batches before this batch. Returns this number for the next batch.
     """
     role, metrics = application.role, application.metrics
     parts = [ticket.parts[number] for ticket, number in batch]
@@ -141,9 +141,9 @@ def _compute(application: Application, batch: Sequence[Item], failures: int) -> 
     try:
         outcomes = role.compute(parts)
     except (RuntimeError, ValueError) as error:
-        # Only the requests of this batch fail. After several failed batches in a row the server ends, because the GPU
-        # may be lost. With several ranks the server ends at once, because other ranks may still be in the forward
-        # pass that has failed here.
+        # Only the requests of this batch fail. After several failed batches in a row, the server ends, because the
+        # GPU may be lost. With several ranks, the server ends at once, because other ranks may still be in the
+        # forward pass that has failed on this rank.
         metrics.failed_batches.inc()
         is_memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
         problem = "too little memory for a batch: send less at a time" if is_memory else "the forward pass has failed"

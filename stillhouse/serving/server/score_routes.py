@@ -1,8 +1,8 @@
 """The routes of a teacher: for its signals, its output head and the other files of its folder.
 
-`POST /v1/completions` is that of the OpenAI API, with vLLM's `prompt_logprobs`, which are those at temperature 1. A
-teacher generates no text: `max_tokens` is 0 or 1, and the only token of an answer is the most probable one. A request
-with an unknown or unsupported field is refused.
+`POST /v1/completions` follows the OpenAI API, with vLLM's `prompt_logprobs` at temperature 1. A teacher generates no
+text: `max_tokens` is 0 or 1, and the only token of an answer is the most probable token. A request with an unknown or
+unsupported field is refused.
 """
 
 import time
@@ -41,7 +41,7 @@ from stillhouse.signals.signal_spec import DocumentRows
 def add_teacher_routes(
     application: Application, folder: Path, tokenizer: PreTrainedTokenizerBase, identity: str
 ) -> None:
-    """folder: of the files that clients can download. identity: the hash of the teacher's weights."""
+    """folder: the folder of the files that clients can download. identity: the hash of the teacher's weights."""
     role, limits, names = application.role, application.role.limits, application.role.info["files"]
 
     @application.api.get("/v1/head", responses=_file("the teacher's output head, as a safetensors file"))
@@ -50,7 +50,7 @@ def add_teacher_routes(
 
     @application.api.get("/v1/files/{name}", responses=_file("a file of the teacher's folder") | errors(404))
     async def files(name: str) -> FileResponse:
-        """A configuration or tokenizer file. `files` of `/v1/info` has the names."""
+        """A configuration or tokenizer file. The field `files` of `/v1/info` lists the names."""
         if name not in names or name == HEAD_FILE:
             raise RequestError(
                 HTTPStatus.NOT_FOUND, "no such file: expected a name of `files` in /v1/info", param="name"
@@ -102,12 +102,12 @@ def _file(description: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": description, "content": {SAFETENSORS: {"schema": BINARY}}}}
 
 
-#: JSON has no infinity; vLLM clips log-probabilities to the same number
+#: the smallest log-probability in an answer, as in vLLM, because JSON has no infinity
 LOWEST = -9999.0
 
 
 class CompletionBody(StrictBody):
-    """The request. Fields with one allowed value exist for clients that always send them."""
+    """A request. Fields with one allowed value exist for clients that always send them."""
 
     model: str | None = Field(default=None, description="the name of this server's teacher, if given")
     prompt: str | FirstWrong[str] | FirstWrong[TokenId] | FirstWrong[FirstWrong[TokenId]]
@@ -210,7 +210,7 @@ def completion_answer(
 def _prompt_logprobs(
     count: int | None, tokens: Sequence[int], tensors: dict[str, Tensor]
 ) -> list[dict[str, dict[str, Any]] | None] | None:
-    """For each prompt token, the entries of the token and of the top ids. None for the first: no row predicts it."""
+    """For each prompt token, the entries of this token and of the top ids, or None for the first token."""
     if count is None:
         return None
     entries: list[dict[str, dict[str, Any]] | None] = [None]

@@ -1,8 +1,8 @@
 """The teacher of a server: the model, sharded over the ranks of the job, and the files that clients download.
 
 Rank 0 broadcasts each batch to the other tensor-parallel ranks as the bytes of one safetensors file, so that received
-bytes cannot run code. The number of bytes is sent before. Two special values of it mean that there is no batch yet
-(sent so that the collective does not time out), and that the server ends.
+bytes cannot run code. The number of bytes is sent first. Two special values of this number mean that there is no
+batch yet (so that the collective does not time out), and that the server ends.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ from stillhouse.signals.scorer import Outcome, Scorer, ScoreRequest, proven_medi
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 from stillhouse.signals.teacher_folder import head_of, save_teacher
 
-#: signals that one process can compute, and those under tensor parallelism ("sampled" needs the full vocabulary)
+#: the signals that one process can compute, and the signals under tensor parallelism ("sampled" needs all logits)
 SIGNALS = ("hidden", "top_k", "chosen", "sampled")
 SIGNALS_OF_SHARDS = ("hidden", "top_k", "chosen")
 #: seconds without a batch after which rank 0 broadcasts `_NOTHING`
@@ -61,9 +61,9 @@ RANK_SECONDS = 600.0
 class ServedTeacher:
     """A teacher (a `Role`), sharded over all processes of torchrun.
 
-    folder: an empty folder for the files that clients download (configuration, tokenizer, head); only the first
-    process writes to it. Raises ValueError if the model cannot be loaded, is damaged, or cannot be sharded over this
-    number of processes.
+    folder: an empty folder for the files that clients download (configuration, tokenizer, head). Only the first
+    process writes to this folder. Raises ValueError if the model cannot be loaded, is damaged, or cannot be sharded
+    over this number of processes.
     """
 
     def __init__(self, options: ModelOptions, folder: Path, batch_tokens: int, queue_tokens: int, max_top_k: int):
@@ -140,16 +140,10 @@ class ServedTeacher:
 
     def compute(self, parts: Sequence[ScoreRequest]) -> list[Outcome]:
         if not self._is_single:
-            sent, tensors = document_tensors([part.document for part in parts])
-            wanted = list[dict[str, Any]]()
-            for number, part in enumerate(parts):
-                if part.document.ids_NK is not None:
-                    tensors[f"ids.{number}"] = part.document.ids_NK.contiguous()
-                signal = part.wanted
-                wanted.append({"ranked": signal.top_k} if isinstance(signal, Ranked) else asdict(signal))
-            content = save(tensors, {KEY: json.dumps({"wanted": wanted} | sent)})
+            content = torch.frombuffer(bytearray(_encoded(parts)), dtype=torch.uint8)
             self._broadcast(torch.tensor([len(content)]))
-            self._broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+            self._broadcast(content)
+            del content  # free the memory before the computation
         return self._scorer.score(parts)
 
     def between_batches(self) -> None:
@@ -161,21 +155,11 @@ class ServedTeacher:
             self._broadcast(torch.tensor([_END]))
 
     def follow(self) -> None:
-        """Compute the first process's batches on another process, until the first one ends."""
+        """Called on all processes except the first: compute the batches of the first process until it ends."""
         while (length := int(self._broadcast(torch.zeros(1, dtype=torch.int64)))) != _END:
-            if length == _NOTHING:
-                continue
-            content = self._broadcast(torch.zeros(length, dtype=torch.uint8)).cpu().numpy().tobytes()
-            tensors, header = load(content), header_of(content, KEY)
-            token_ids, parts = tensors["token_ids"].numpy(), list[ScoreRequest]()
-            tokens = [token_ids[start:stop] for start, stop in pairwise(tensors["offsets"].tolist())]
-            images = decode_images(*take_images(header, tensors), tokens)
-            requested = zip(tokens, tensors["rows"].tolist(), images, header["wanted"], strict=True)
-            for number, (ids, rows, media, wanted) in enumerate(requested):
-                document = DocumentRows(ids, range(*rows), tensors.get(f"ids.{number}"), media=media)
-                signal = Ranked(wanted["ranked"]) if "ranked" in wanted else SignalSpec(**wanted)
-                parts.append(ScoreRequest(document, signal))
-            self._scorer.score(parts)
+            if length != _NOTHING:
+                # without a variable, which would keep the batch in memory until the next batch
+                self._scorer.score(_decoded(self._broadcast(torch.zeros(length, dtype=torch.uint8))))
 
     def _broadcast(self, values: Tensor) -> Tensor:
         values = values.to(self._device)
@@ -200,3 +184,28 @@ def _sharded_source(options: ModelOptions, folder: str, device: torch.device) ->
         check_finite_weights(decoder, "teacher")
 
     return ModelSource(frozen, load, name="teacher")
+
+
+def _encoded(parts: Sequence[ScoreRequest]) -> bytes:
+    sent, tensors = document_tensors([part.document for part in parts])
+    for number, part in enumerate(parts):
+        if part.document.ids_NK is not None:
+            tensors[f"ids.{number}"] = part.document.ids_NK.contiguous()
+    wanted = [
+        {"ranked": part.wanted.top_k} if isinstance(part.wanted, Ranked) else asdict(part.wanted) for part in parts
+    ]
+    return save(tensors, {KEY: json.dumps({"wanted": wanted} | sent)})
+
+
+def _decoded(received: Tensor) -> list[ScoreRequest]:
+    content, parts = received.cpu().numpy().tobytes(), list[ScoreRequest]()
+    tensors, header = load(content), header_of(content, KEY)
+    token_ids, bounds = tensors["token_ids"].numpy(), tensors["offsets"].tolist()
+    tokens = [token_ids[start:stop] for start, stop in pairwise(bounds)]
+    images = decode_images(*take_images(header, tensors), tokens)
+    requested = zip(tokens, tensors["rows"].tolist(), images, header["wanted"], strict=True)
+    for number, (ids, rows, media, wanted) in enumerate(requested):
+        document = DocumentRows(ids, range(*rows), tensors.get(f"ids.{number}"), media=media)
+        signal = Ranked(wanted["ranked"]) if "ranked" in wanted else SignalSpec(**wanted)
+        parts.append(ScoreRequest(document, signal))
+    return parts

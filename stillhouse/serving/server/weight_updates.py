@@ -1,9 +1,9 @@
 """New weights for a server that generates completions, read from a folder of published weights.
 
-An HTTP thread reads a version into host memory, and checks it against the folder's hashes and the model. The model's
-thread copies it into the model between two batches, so that all tokens of a completion have one version. A version is
-a whole model, or an adapter of the model that the server was started with. A server takes models or adapters until it
-ends, because a model would replace the base of an adapter.
+An HTTP thread reads a version into host memory, and compares it with the folder's hashes and with the model. The
+model's thread copies the version into the model between two batches, so that all tokens of a completion have the same
+version. A version is a whole model, or an adapter of the model that the server was started with. A server accepts
+either models or adapters until it ends, because a model would replace the base of an adapter.
 """
 
 import os
@@ -36,16 +36,16 @@ from stillhouse.rollout.published_folder import (
 )
 from stillhouse.serving.server.gate import ENDING, RequestError
 
-#: the version of the weights that the server was started with; vLLM has the same name for it
+#: the version of the weights that the server was started with; vLLM uses the same name
 FIRST_VERSION = "default"
 #: the most bytes of the headers of all safetensors files together, and of an adapter's configuration
 _HEADER_BYTES, _CONFIG_BYTES = 64 * 2**20, 2**20
-_ANEW = "a server takes whole models or adapters until it ends: start the server anew"
+_ANEW = "a server accepts either whole models or adapters: restart the server"
 
 
 @dataclass(frozen=True, eq=False)
 class NewWeights:
-    """tensors: by their names in the decoder. lora: the options of the adapter that they are; None: a whole model."""
+    """tensors: the weights by their names in the decoder. lora: the adapter's options, or None for a whole model."""
 
     tensors: Mapping[str, Tensor]
     lora: LoraOptions | None = None
@@ -54,15 +54,15 @@ class NewWeights:
 class WeightUpdates:
     """version: the label of the current weights. Only the model's thread may call `apply` and `close`.
 
-    base: the model that the decoder is, without an adapter.
-    root: the folder below which published folders are read; None: anywhere.
+    base: the identity of the decoder without an adapter.
+    root: the folder below which published folders may be. If it is None, they may be anywhere.
     """
 
     def __init__(self, decoder: Decoder, base: AdapterBase, root: Path | None = None):
         self.version = FIRST_VERSION
         self._decoder, self._base, self._root = decoder, base, root
-        #: each tensor that transformers would save for the model, on the meta device; None if the model is quantized,
-        #: so that its weights cannot be replaced
+        #: all tensors that transformers would save for the model, on the meta device. It is None for a quantized
+        #: model, whose weights cannot be replaced
         self._expected: dict[str, Tensor] | None = None
         if base.quantize is None:
             state = decoder.state_dict()
@@ -71,7 +71,7 @@ class WeightUpdates:
             self._expected = dict(revert_weight_conversion(decoder.pretrained, empty))
         self._most_bytes = 4 * sum(map(element_count, decoder.parameters()))
         self._expected_lora: dict[LoraOptions, dict[str, Tensor]] = {}
-        #: what was submitted first
+        #: the options of the submitted adapter, or whether a whole model was submitted
         self._lora: LoraOptions | None = None
         self._has_model = False
         self._waiting: deque[tuple[NewWeights, str, Future[None]]] = deque()
@@ -79,15 +79,15 @@ class WeightUpdates:
         self._closed = False
 
     def read(self, folder: Path, manifest: str | None = None) -> NewWeights:
-        """Read the weights of a folder. manifest: the manifest's expected sha256. Raises ValueError unless the folder
-        is complete and has this manifest, each tensor fits the model, and all values are finite. A client is not told
-        which paths exist outside of the root, or anywhere without a root.
+        """Read the weights of a folder. manifest: the expected sha256 of the manifest. Raises ValueError unless the
+        folder is complete and has this manifest, all tensors fit the model, and all values are finite. The error does
+        not reveal which paths exist outside the root or, without a root, anywhere.
         """
         shown = escaped(str(folder))[:200]
         if not folder.is_absolute() or "\0" in str(folder):
             raise ValueError(f"folder '{shown}': expected an absolute path on the server's machine")
         if self._root is not None:
-            folder = Path(os.path.realpath(folder))  # without `..` and links, by which it could leave the root
+            folder = Path(os.path.realpath(folder))  # `..` and links could lead out of the root
             if not folder.is_relative_to(self._root):
                 raise ValueError(f"{shown} is not in the folder of this server's --weights-root")
         try:
@@ -111,7 +111,7 @@ class WeightUpdates:
             ) from error
 
     def submit(self, weights: NewWeights, version: str) -> "Future[None]":
-        """Request new weights. The future is done when they are in use. version: the label of the new weights."""
+        """Submit new weights. The future is done when they are in use. version: the label of the new weights."""
         done: Future[None] = Future()
         with self._lock:
             if self._closed:
@@ -129,7 +129,7 @@ class WeightUpdates:
                 lora = weights.lora
                 try:
                     added = add_lora(self._decoder, r=lora.r, alpha=lora.alpha, targets=list(lora.targets))
-                except (ValueError, RuntimeError) as error:  # the model may have some of the layers: the server ends
+                except (ValueError, RuntimeError) as error:  # the server ends: only some layers may have the adapter
                     done.set_exception(error)
                     raise
                 self._decoder.requires_grad_(False).eval()
@@ -149,7 +149,7 @@ class WeightUpdates:
             done.set_exception(RequestError(HTTPStatus.SERVICE_UNAVAILABLE, ENDING))
 
     def _model(self, shown: str, published: PublishedFolder) -> dict[str, Tensor]:
-        """The tensors by their names in the decoder, which may stack or join several of the stored ones."""
+        """The tensors by their names in the decoder. A decoder's tensor may consist of several stored tensors."""
         if self._lora is not None:
             raise ValueError(f"{shown} has a whole model, and the server has an adapter of a run; {_ANEW}")
         if self._expected is None:
@@ -178,8 +178,8 @@ class WeightUpdates:
         return tensors
 
     def _adapter(self, shown: str, published: PublishedFolder) -> NewWeights:
-        """The adapter's matrices by their names in the decoder. After the first adapter, only adapters with the same
-        options are read. Raises ValueError for an adapter of another base or with other options.
+        """The adapter's matrices by their names in the decoder. Raises ValueError for an adapter of another base, or
+        with other options than the first adapter.
         """
         if self._has_model:
             raise ValueError(f"{shown} has an adapter, and the server has a whole model of a run; {_ANEW}")
@@ -208,7 +208,7 @@ class WeightUpdates:
         try:
             options = LoraOptions.of(published.read(ADAPTER_CONFIG, _CONFIG_BYTES))
             if self._lora not in (None, options):
-                raise ValueError(f"an adapter with {options}, and the server has {self._lora}: start the server anew")
+                raise ValueError(f"an adapter with {options}, and the server has {self._lora}: restart the server")
             if options not in self._expected_lora:
                 self._expected_lora[options] = expected_lora(self._decoder, options)
             in_decoder = self._expected_lora[options]
@@ -224,9 +224,8 @@ class WeightUpdates:
 
 
 def _stored(shown: str, published: PublishedFolder, model: str, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read the tensors of a folder, and compare every file with its hash. expected: limits the bytes to read.
-
-    Raises ValueError unless the tensors are the expected ones. model: whose tensors they are, for messages.
+    """Read the tensors of a folder, and compare every file with its hash. Raises ValueError unless the tensors are
+    exactly the `expected` tensors. model: the name of the model that has these tensors, for messages.
     """
     weight_bytes, other_bytes = _HEADER_BYTES + sum(tensor.nbytes for tensor in expected.values()), OTHER_BYTES
     all_tensors, files = dict[str, Tensor](), dict[str, str]()
@@ -261,5 +260,5 @@ def _stored(shown: str, published: PublishedFolder, model: str, expected: Mappin
 
 def _require_finite(shown: str, tensors: Mapping[str, Tensor], buffers: set[str]) -> None:
     for name, tensor in tensors.items():
-        if bool((tensor.isnan() if name in buffers else ~tensor.isfinite()).any()):  # buffers can be limits
+        if bool((tensor.isnan() if name in buffers else ~tensor.isfinite()).any()):  # a buffer may be infinite
             raise ValueError(f"{shown}: '{name}' has values that are NaN or infinite: expected a model")

@@ -1,12 +1,12 @@
 """The demo's text: documentation that is part of every CPython installation.
 
-A document is either one module's docstrings and longer comments, in source order with short headings, or one page of
-`pydoc_data.topics` (the language reference). Modules are parsed, never imported.
+A document is one of two things: the docstrings and longer comments of one module, in source order with short
+headings; or one page of `pydoc_data.topics` (the language reference). Modules are parsed, never imported.
 
 The split of a document depends only on a hash of its *name*, so it is the same in all Python versions. The shipped
 teacher was trained on the teacher split and on the source code of its modules. The demo's student trains on the
 student split, and no model trains on the held-out split. The language reference repeats sections on several pages. A
-repeated paragraph stays only in the document with the smallest hash, so the splits share no paragraph of prose.
+repeated paragraph is kept only in the document with the smallest hash, so two splits have no common paragraph.
 """
 
 import ast
@@ -14,7 +14,6 @@ import hashlib
 import json
 import sysconfig
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -29,8 +28,8 @@ SKIPPED = frozenset(
     {"__phello__", "__pycache__", "dist-packages", "encodings", "idle_test", "lib2to3", "pydoc_data"}
     | {"site-packages", "test", "tests"}
 )
-# Some distributions omit these modules, or newer Python versions have removed them. They are in the teacher split, so
-# that every installation has the same student and held-out splits.
+# Some distributions and newer Python versions do not have these modules. They belong to the teacher split, so that
+# every installation has the same student and held-out splits.
 NOT_EVERYWHERE = frozenset(
     {"aifc", "asynchat", "asyncore", "cgi", "cgitb", "chunk", "crypt", "distutils", "ensurepip", "idlelib", "imghdr"}
     | {"imp", "mailcap", "msilib", "nntplib", "pipes", "smtpd", "sndhdr", "sunau", "telnetlib", "tkinter", "turtle"}
@@ -56,20 +55,22 @@ def name_hash(name: str) -> float:
 
 
 def collect_documents(library: Path | None = None, end: float = 1.0) -> list[NamedText]:
-    """Return the documents of this Python's standard library, in the order of their names' hashes.
-
-    end: return only documents with a smaller hash. Documents with a larger hash do not affect the result.
+    """Return the documents of this Python's standard library, in the order of their names' hashes. end: return only
+    documents with a smaller hash. Documents with a larger hash do not affect the result.
     """
     library = library or Path(sysconfig.get_paths()["stdlib"])
     texts = dict[str, str]()
     for name, source in module_sources(library, end):
-        with suppress(SyntaxError):
+        try:
             tree = ast.parse(source)
-            texts[name] = "\n\n".join(text for _, text in sorted([*docstrings(tree), *comments(source, tree)]))
-    topics = library / "pydoc_data" / "topics.py"  # not every installation has it
-    for node in ast.parse(topics.read_text(encoding="utf-8")).body if topics.exists() else ():
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Dict):
-            texts |= {f"topic:{topic}": text for topic, text in ast.literal_eval(node.value).items()}
+        except SyntaxError:
+            continue
+        texts[name] = "\n\n".join(text for _, text in sorted([*docstrings(tree), *comments(source, tree)]))
+    topics = library / "pydoc_data" / "topics.py"
+    if topics.exists():  # some installations do not have this file
+        for node in ast.parse(topics.read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Dict):
+                texts |= {f"topic:{topic}": text for topic, text in ast.literal_eval(node.value).items()}
     documents = [NamedText(name, text) for name, text in texts.items() if name_hash(name) < end]
     return without_repeats(sorted(documents, key=lambda document: (name_hash(document.name), document.name)))
 
@@ -79,7 +80,7 @@ def collect_split(split: Split) -> list[NamedText]:
 
 
 def collect_teacher_sources() -> list[NamedText]:
-    """Return the source code of the modules in the teacher split: additional text for training the teacher."""
+    """Return the source code of the modules in the teacher split, which is additional text to train the teacher."""
     sources = module_sources(Path(sysconfig.get_paths()["stdlib"]))
     sources = ((name, source) for name, source in sources if split_of(name) == "teacher")
     return [NamedText(f"source:{name}", source) for name, source in sources if source.strip()]
@@ -91,9 +92,8 @@ def write_jsonl(documents: Iterable[NamedText], path: Path) -> None:
 
 
 def module_sources(library: Path, end: float = 1.0) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the source of each module under a library folder, sorted by path.
-
-    end: yield only modules with a smaller hash of the name.
+    """Yield the dotted name and the source of each module under a library folder, sorted by path. end: yield only
+    modules with a smaller hash of the name.
     """
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).with_suffix("").parts
@@ -104,9 +104,8 @@ def module_sources(library: Path, end: float = 1.0) -> Iterator[tuple[str, str]]
 
 
 def docstrings(node: ast.AST, prefix: str = "") -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of each docstring under a node; the text starts with the signature.
-
-    prefix: the names of the definitions around the node, with a dot after each of them.
+    """Yield the line number and the text of each docstring inside a node. The text starts with the signature. prefix:
+    the names of the definitions around the node, with a dot after each name.
     """
     if isinstance(node, ast.Module) and (text := ast.get_docstring(node)):
         yield 0, text
@@ -122,9 +121,9 @@ def docstrings(node: ast.AST, prefix: str = "") -> Iterator[tuple[int, str]]:
 
 
 def comments(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of each block of whole-line comments that is long enough to be prose."""
+    """Yield the line number and the text of each long block of whole-line comments."""
     strings = [node for node in ast.walk(tree) if isinstance(node, (ast.Constant, ast.JoinedStr))]
-    # the lines that continue a string from an earlier line
+    # the lines inside strings of several lines, which may begin with "#"
     quoted = {line for node in strings for line in range(node.lineno + 1, (node.end_lineno or 0) + 1)}
     block: list[str] = []
     for number, line in enumerate([*source.split("\n"), ""], 1):
@@ -138,7 +137,7 @@ def comments(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def without_repeats(documents: Iterable[NamedText]) -> list[NamedText]:
-    """Remove every paragraph that has occurred before, and documents without remaining paragraphs."""
+    """Remove paragraphs that have occurred before, and documents that then have no paragraphs."""
     seen: set[str] = set()
     kept = []
     for document in documents:

@@ -22,7 +22,7 @@ from stillhouse.run.run import distill, prepare
 from stillhouse.signals import InStageTeacher
 from stillhouse.tools.demo.student import LEARNING_RATE, TEACHER, text_settings, write_text_run
 
-#: the two runs: folder name and objective; all other settings are the same
+#: the folder names and the objectives of the two runs; all other settings are the same
 OBJECTIVES = {"cross_entropy": "cross_entropy", "distilled": "forward_kl"}
 LABELS = {"teacher": "teacher", "cross_entropy": "student, text alone", "distilled": "student, distilled"}
 STEPS = 600

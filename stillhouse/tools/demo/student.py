@@ -1,4 +1,4 @@
-"""The demo's student, newly initialised, and the files of a run to try with it. Nothing is downloaded or trained.
+"""Writes the demo's newly initialised student, and the files of an example run. Nothing is downloaded or trained.
 
 The student has the teacher's family and vocabulary, and a quarter of its parameters.
 """
@@ -14,9 +14,9 @@ from stillhouse.config.yaml_text import write_yaml
 from stillhouse.tools.demo.corpus import NamedText, collect_split, write_jsonl
 
 TEACHER = Path(__file__).parent / "teacher"
-#: the best of 2e-3, 3e-3 and 4e-3 for the demo's student that trains without a teacher (docs/log.md)
+#: the best of 2e-3, 3e-3 and 4e-3 for the demo's student without a teacher (docs/log.md)
 LEARNING_RATE = 3e-3
-#: steps of the run to try, which takes about two minutes on two cores
+#: the steps of the example run, which takes about two minutes on two cores
 TRIAL_STEPS = 200
 
 _HEADER = """\
@@ -27,8 +27,8 @@ _HEADER = """\
 
 
 def new_student(seed: int) -> PreTrainedModel:
-    """Return a newly initialised student with half the teacher's width and one layer less: about a quarter of its
-    parameters. The global random state on the CPU does not change.
+    """Return a newly initialised student with half the teacher's width and one layer less, and so about a quarter of
+    its parameters. The global random state on the CPU does not change.
     """
     config = AutoConfig.from_pretrained(TEACHER, trust_remote_code=False)
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
@@ -47,13 +47,13 @@ def save_new_student(folder: Path, seed: int) -> None:
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, documents: Iterable[NamedText]) -> torch.Tensor:
-    """Return the documents as one stream of token ids, with the end of a sequence after each document."""
+    """Return the documents as one sequence of token ids, with an end-of-sequence token after each document."""
     ids = tokenizer([document.text for document in documents], add_special_tokens=False)["input_ids"]
     return torch.tensor([token for document in ids for token in [*document, tokenizer.eos_token_id]])
 
 
 def write_text_run(folder: Path, seed: int = 0) -> Path:
-    """Write the demo's texts, its new student, and run.yaml, unless there is one; returns the path of run.yaml."""
+    """Write the demo's texts, a new student, and run.yaml if it does not exist. Return the path of run.yaml."""
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(collect_split("student"), folder / "train.jsonl")
     write_jsonl(collect_split("held_out"), folder / "held_out.jsonl")

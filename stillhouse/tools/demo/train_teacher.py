@@ -1,9 +1,9 @@
 """Trains the teacher that the demo ships, from scratch: `python -m stillhouse.tools.demo.train_teacher --out DIR`.
 
-It is an ordinary run without a teacher, whose best checkpoint is exported to DIR/teacher. An epoch contains the
-teacher split's prose twice and the source code of the same modules once. A fiftieth of the split is not trained on
-but chooses the best checkpoint. The loss on the demo's held-out split is only reported, and the student split is not
-read at all. The same command continues an interrupted run.
+This is an ordinary run without a teacher. Its best checkpoint is exported to DIR/teacher. An epoch contains the
+teacher split's prose twice, and the source code of the same modules once. A fiftieth of the split is held back; the
+loss on it chooses the best checkpoint. The loss on the demo's held-out split is only reported, and the student split
+is not read at all. The same command continues an interrupted run.
 """
 
 import argparse
@@ -22,19 +22,19 @@ END = "<|endoftext|>"
 VOCAB_SIZE = 3072
 ROW = 512  # tokens per sequence
 ROWS = 8  # sequences per step
-CHOOSING_SHARE = 0.02  # the share of the teacher split that is not trained on, but chooses the best checkpoint
-PROSE_REPEATS = 2  # how often an epoch contains the prose; it contains the source code once
+CHOOSING_SHARE = 0.02  # the share of the teacher split that only chooses the best checkpoint
+PROSE_REPEATS = 2  # repetitions of the prose per epoch; the source code occurs once
 
 
 def chooses(document: NamedText) -> bool:
-    """Whether a document is used only to choose the checkpoint; the same for a module's source and its prose."""
+    """Whether a document only chooses the checkpoint. A module's source and its prose have the same value."""
     return name_hash("choosing:" + document.name.removeprefix("source:")) < CHOOSING_SHARE
 
 
 def write_inputs(out: Path, seed: int) -> None:
-    """Write the documents, and a newly initialised model with a tokenizer that is trained on the training prose.
-
-    The model has 4.5 million parameters: 9 MB in bfloat16. The tokenizer, a byte-level BPE, exactly decodes any text.
+    """Write the documents, and a newly initialised model with a tokenizer that is trained on the training prose. The
+    model has 4.5 million parameters, or 9 MB in bfloat16. The tokenizer is a byte-level BPE, which decodes any text
+    exactly.
     """
     split = collect_split("teacher")
     prose = [document for document in split if not chooses(document)]
