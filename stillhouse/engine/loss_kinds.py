@@ -83,8 +83,11 @@ class RouterKind(PartKind):
         from stillhouse.config.rule import excludes
 
         yield excludes("objective.router_aux_loss", "student.mtp")
-        because = "it is computed by hooks inside the layers, which compiled layers do not run"
-        yield excludes("train.compile", "objective.router_aux_loss", because=because)
+        yield excludes(
+            "train.compile",
+            "objective.router_aux_loss",
+            because="it is computed by hooks inside the layers, which compiled layers do not run",
+        )
 
     @classmethod
     def part(cls) -> "type[LossPart]":

@@ -231,7 +231,8 @@ def _orthogonal_step(momentum: Tensor, rate: float) -> Tensor:
     matrices = [nn.Parameter(matrix) for matrix in change[None].flatten(0, -3)]
     for matrix, gradient in zip(matrices, momentum[None].flatten(0, -3), strict=True):
         matrix.grad = gradient
-    options: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
     if matrices:  # a process may have no expert
-        torch.optim.Muon(matrices, lr=rate, adjust_lr_fn="match_rms_adamw", **options).step()
+        torch.optim.Muon(
+            matrices, lr=rate, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
+        ).step()
     return change

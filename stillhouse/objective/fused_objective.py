@@ -294,26 +294,29 @@ def _check_pass(
         if name != "normalizer" and constant.device.type == "cpu" and not constant.isfinite().all():
             raise ValueError(f"{name} holds NaN or infinity: expected finite weights, 0 for rows that do not count")
     if valid_index is not None:
-        if valid_index.dim() != 1 or valid_index.dtype != torch.int64:
-            raise ValueError(
-                f"valid_index of shape {tuple(valid_index.shape)} and dtype {valid_index.dtype}: expected row "
-                "numbers, one dim of int64 (a mask's are mask.nonzero()[:, 0])"
-            )
-        _check_has_data("valid_index", valid_index)
-    if valid_index is not None and valid_index.device.type == "cpu" and len(valid_index):
-        lowest, highest = int(valid_index.min()), int(valid_index.max())
-        if lowest < 0 or highest >= tokens:
-            raise ValueError(f"valid_index holds rows {lowest} to {highest}: expected rows from 0 to {tokens - 1}")
-        # a repeated row would count twice in the loss and the head's gradient, but once in the hidden states'
-        if repeated := len(valid_index) - len(valid_index.unique()):
-            raise ValueError(
-                f"valid_index holds {repeated} of its {len(valid_index)} rows again: expected each row once"
-            )
+        _check_index(valid_index, tokens)
     is_on_device = isinstance(normalizer, Tensor) and normalizer.device.type != "cpu"
     if not is_on_device and not 0 < float(normalizer) < math.inf:
         raise ValueError(f"normalizer={normalizer}: expected the positive number of valid tokens of the whole step")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: expected 1 or more, or None to pick by memory")
+
+
+def _check_index(valid_index: Tensor, tokens: int) -> None:
+    if valid_index.dim() != 1 or valid_index.dtype != torch.int64:
+        raise ValueError(
+            f"valid_index of shape {tuple(valid_index.shape)} and dtype {valid_index.dtype}: expected row numbers, "
+            "one dim of int64 (a mask's are mask.nonzero()[:, 0])"
+        )
+    _check_has_data("valid_index", valid_index)
+    if valid_index.device.type != "cpu" or not len(valid_index):
+        return
+    first, last = int(valid_index.min()), int(valid_index.max())
+    if first < 0 or last >= tokens:
+        raise ValueError(f"valid_index holds rows {first} to {last}: expected rows from 0 to {tokens - 1}")
+    # a repeated row would count twice in the loss and the head's gradient, but once in the hidden states' gradient
+    if repeated := len(valid_index) - len(valid_index.unique()):
+        raise ValueError(f"valid_index holds {repeated} of its {len(valid_index)} rows again: expected each row once")
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -119,26 +119,16 @@ def teacher_log_probs(
             logits_TV, shard = _real_columns(signal.logits_TV, vocabulary, shard)
             return logits_objective(logits_TV, terms, shard=shard, weights_T=weights_T).per_token["log_prob"]
         case Mixture():
-            options: dict[str, Any] = {"vocabulary": vocabulary, "shard": shard, "valid_index": valid_index}
             parts = [
-                log_weight + teacher_log_probs(member, labels_T, temperature, **options)
+                log_weight
+                + teacher_log_probs(
+                    member, labels_T, temperature, vocabulary=vocabulary, shard=shard, valid_index=valid_index
+                )
                 for member, log_weight in zip(signal.signals, signal.log_weights, strict=True)
             ]
             return torch.logsumexp(torch.stack(parts), 0).masked_fill(labels_T < 0, 0.0)
         case SparseSignal():
-            has_label_T = labels_T >= 0
-            is_label_TK = (signal.ids_TK == labels_T[:, None]) & has_label_T[:, None]
-            missing_T = has_label_T & ~is_label_TK.any(1)
-            if bool(missing_T.any()):
-                raise ValueError(
-                    f"{type(signal).__name__} with {signal.ids_TK.shape[1]} ids per row: at {int(missing_T.sum())} "
-                    f"of {int(has_label_T.sum())} rows the sampled token is not among them; expected top_k with the "
-                    "actual token (a server gives its log-probability beside the top ones), or another loss: a "
-                    "divergence such as reverse_kl needs only the ids that are there"
-                )
-            # if a row repeats the id, argmax gives its first position
-            log_p_T = signal.log_probs_TK.gather(1, is_label_TK.byte().argmax(1, keepdim=True))[:, 0]
-            return log_p_T.to(torch.promote_types(log_p_T.dtype, torch.float32)).masked_fill(~has_label_T, 0.0)
+            return _sparse_log_probs(signal, labels_T)
     raise ValueError(
         f"{type(signal).__name__} does not give the probability of a certain token: expected FullVocab, DenseLogits, "
         "a Mixture of them, or TopK or Chosen with the sampled token among the ids; sampled_kl and "
@@ -164,3 +154,19 @@ def _real_columns(
         expected = f"those of this rank, {rows}, or of all ranks, {vocabulary}"
         raise ValueError(f"teacher logits over {columns} tokens: expected {expected}")
     return pad(logits_TV[:, : stop - start], (0, rows - (stop - start)), value=-torch.inf), shard
+
+
+def _sparse_log_probs(signal: SparseSignal, labels_T: Tensor) -> Tensor:
+    has_label_T = labels_T >= 0
+    is_label_TK = (signal.ids_TK == labels_T[:, None]) & has_label_T[:, None]
+    missing_T = has_label_T & ~is_label_TK.any(1)
+    if bool(missing_T.any()):
+        raise ValueError(
+            f"{type(signal).__name__} with {signal.ids_TK.shape[1]} ids per row: at {int(missing_T.sum())} of "
+            f"{int(has_label_T.sum())} rows the sampled token is not among them; expected top_k with the actual "
+            "token (a server gives its log-probability beside the top ones), or another loss: a divergence such as "
+            "reverse_kl needs only the ids that are there"
+        )
+    # if a row repeats the id, argmax gives its first position
+    log_p_T = signal.log_probs_TK.gather(1, is_label_TK.byte().argmax(1, keepdim=True))[:, 0]
+    return log_p_T.to(torch.promote_types(log_p_T.dtype, torch.float32)).masked_fill(~has_label_T, 0.0)

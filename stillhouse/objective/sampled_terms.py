@@ -1,4 +1,4 @@
-"""Terms at sampled tokens: each row's value depends only on the log-probability of its sampled token y.
+"""Terms whose value at a row depends only on the log-probability of the row's label y.
 
     value = φ(log q_y),   ∂value/∂z_v = φ'(log q_y) · ([v = y] − q_v) / τ
 

@@ -17,7 +17,6 @@ T tokens.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,12 +104,13 @@ class SampledTokens:
     def log_probs(self, signals: Sequence[Signal], temperatures: Temperatures) -> Tensor:
         """Return the teacher's log p of the sampled tokens, 0 elsewhere. signals: at each of the temperatures."""
         student = self.student
-        options: dict[str, Any] = {"valid_index": self.valid_index}
-        if student is not None:
-            options |= {"vocabulary": common_vocabulary([student, *self.teacher_heads]), "shard": student.shard}
+        vocabulary = None if student is None else common_vocabulary([student, *self.teacher_heads])
+        shard = None if student is None else student.shard
         labels_T = self.labels_T.masked_fill(~self.is_sampled_T, -1)
         by_temperature = [
-            teacher_log_probs(signal, labels_T, temperature, **options)
+            teacher_log_probs(
+                signal, labels_T, temperature, vocabulary=vocabulary, shard=shard, valid_index=self.valid_index
+            )
             for signal, temperature in zip(signals, distinct_temperatures(temperatures), strict=True)
         ]
         number_T = temperatures.number_T if isinstance(temperatures, RowTemperatures) else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -182,8 +182,8 @@ class ObjectiveSpec:
         terms = self._terms(tokens, signals)
         if OLD_LOG_PROBS in tokens.per_token and tokens.weights_T is not None:
             old_T = tokens.at_sampled(OLD_LOG_PROBS)
-            temperatures = term_options(self._temperatures(tokens))
-            terms.append(LogRatio(labels_T, old_T, weights_T=tokens.weights_T, **temperatures))
+            options = term_options(self._temperatures(tokens))
+            terms.append(LogRatio(labels_T, old_T, weights_T=tokens.weights_T, **options))
         return terms
 
     def _terms(self, tokens: SampledTokens, signals: Signals) -> list[Term]:
@@ -195,8 +195,10 @@ class ObjectiveSpec:
                 mask_T = masks[origin]
                 weights_T = mask_T.float() if term.weights_T is None else term.weights_T * mask_T
                 # terms at sampled tokens keep their names, because only the student's completions have such terms
-                label: Any = {} if isinstance(term, SampledTerm) else {"label": origin}
-                terms.append(replace(term, weights_T=weights_T, **label))  # type: ignore[type-var]
+                if isinstance(term, SampledTerm):
+                    terms.append(replace(term, weights_T=weights_T))  # type: ignore[type-var]
+                else:
+                    terms.append(replace(term, weights_T=weights_T, label=origin))  # type: ignore[type-var]
         if self.by_origin:
             return terms
         if self.cross_entropy is not None:
@@ -275,22 +277,23 @@ class ObjectiveSpec:
                     added_T = self.teacher_kl * weight * tokens.log_ratio(reference_T, self.discount)
                     advantages_T = added_T if advantages_T is None else advantages_T + added_T
         assert advantages_T is not None
-        options: dict[str, Any] = {"surrogate": policy.kind, "kl_scale": policy.kl_scale}
-        if policy.kind == "corrected":
-            options["correction"] = self.correction
-        else:
-            low, high = policy.clips
-            options |= {"clip_low": low, "clip_high": high, "dual_clip": policy.dual_clip}
+        clip_low, clip_high = policy.clips
         return PolicyGradient(
             tokens.labels_T,
             advantages_T,
             old_T,
             reference_T if policy.kl_scale else None,
-            scale=scale,
+            clip_low,
+            clip_high,
+            policy.kl_scale,
+            scale,
             weights_T=tokens.weights_T,
+            dual_clip=policy.dual_clip,
+            surrogate=policy.kind,
+            # the other surrogates limit the ratio themselves
+            correction=self.correction if policy.kind == "corrected" else NO_CORRECTION,
             sequence_ratios_T=tokens.sequence_ratios(temperatures) if policy.ratio == "sequence" else None,
             **term_options(temperatures),
-            **options,
         )
 
     def _temperatures(self, tokens: SampledTokens) -> Temperatures:

@@ -144,7 +144,7 @@ class CacheManifest:
             if fields.get("format") != FORMAT:
                 raise ValueError(f"its format is {fields.get('format')}, expected {FORMAT}")
             fields |= {key: fields.pop(name) for key, name in _STORED.items() if name in fields}
-            return cls(**{**fields, "signal": SignalSpec(**fields["signal"])})
+            return cls(signal=SignalSpec(**fields.pop("signal")), **fields)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is not the description of a cache: {error}") from error
 

@@ -183,23 +183,7 @@ def chosen_log_probs(
     parts = []
     for rows, logits_CV in _logits(hidden_CE, head, temperature):
         chunk_CK = ids_CK[rows].to(logits_CV.device)
-        present_CK = first_occurrence(chunk_CK, head.rows)
-        values_CK = _values(logits_CV, chunk_CK.masked_fill(~present_CK, -1), head)
-        columns = logits_CV.shape[1]
-        if columns:
-            largest_C1 = logits_CV.amax(1, keepdim=True)
-            columns_CK = chunk_CK.long() - (0 if head.shard is None else head.shard.start)
-            # absent entries and the ids of other ranks are written to an additional column, which is dropped
-            columns_CK = columns_CK.masked_fill(~present_CK | (columns_CK < 0) | (columns_CK >= columns), columns)
-            is_chosen_CV = torch.zeros(len(logits_CV), columns + 1, dtype=torch.bool, device=logits_CV.device)
-            is_chosen_CV = is_chosen_CV.scatter_(1, columns_CK, True)[:, :columns]
-            rest_C1 = logits_CV.masked_fill_(is_chosen_CV, -math.inf).sub_(largest_C1).exp_().sum(1, keepdim=True)
-        else:
-            largest_C1 = logits_CV.new_full((len(logits_CV), 1), -math.inf)
-            rest_C1 = torch.zeros_like(largest_C1)
-        all_RCS = AsyncAllGather(torch.cat([values_CK, largest_C1, rest_C1], 1), head.shard).wait()
-        values_CK, largest_C = all_RCS[..., :-2].amax(0), all_RCS[..., -2].amax(0)
-        outside_C = (all_RCS[..., -1] * (all_RCS[..., -2] - largest_C).exp()).sum(0)
+        values_CK, largest_C, outside_C = _chosen_of_all_ranks(logits_CV, chunk_CK, head)
         gap_CK = values_CK - largest_C[:, None]
         is_largest_CK = gap_CK == 0
         others_C = gap_CK.exp().masked_fill(is_largest_CK, 0.0).sum(1) + outside_C
@@ -230,6 +214,30 @@ def ranked_log_probs(hidden_CE: Tensor, head: OutputHead, labels_C: Tensor, k: i
             }
         )
     return _joined(parts)
+
+
+def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits of given ids (−inf for absent entries), the largest logit m of the full vocabulary, and the sum of
+    exp(logit − m) over all other ids. Overwrites logits_CV.
+    """
+    present_CK = first_occurrence(ids_CK, head.rows)
+    values_CK = _values(logits_CV, ids_CK.masked_fill(~present_CK, -1), head)
+    start, columns = (0 if head.shard is None else head.shard.start), logits_CV.shape[1]
+    if columns:
+        largest_C1 = logits_CV.amax(1, keepdim=True)
+        columns_CK = ids_CK.long() - start
+        # absent entries and the ids of other ranks are written to an additional column, which is dropped
+        columns_CK = columns_CK.masked_fill(~present_CK | (columns_CK < 0) | (columns_CK >= columns), columns)
+        is_chosen_CV = torch.zeros(len(logits_CV), columns + 1, dtype=torch.bool, device=logits_CV.device)
+        is_chosen_CV = is_chosen_CV.scatter_(1, columns_CK, True)[:, :columns]
+        rest_C1 = logits_CV.masked_fill_(is_chosen_CV, -math.inf).sub_(largest_C1).exp_().sum(1, keepdim=True)
+    else:
+        largest_C1 = logits_CV.new_full((len(logits_CV), 1), -math.inf)
+        rest_C1 = torch.zeros_like(largest_C1)
+    all_RCS = AsyncAllGather(torch.cat([values_CK, largest_C1, rest_C1], 1), head.shard).wait()
+    largest_C = all_RCS[..., -2].amax(0)
+    outside_C = (all_RCS[..., -1] * (all_RCS[..., -2] - largest_C).exp()).sum(0)
+    return all_RCS[..., :-2].amax(0), largest_C, outside_C
 
 
 def _values(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> Tensor:

@@ -156,8 +156,17 @@ def kernel_normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], norm
     read = [student_BV, teacher_BV, normalizers_BX]
     strides = [tensor.stride(0) for tensor in read]
     arguments = [*read, sums_PB2, rows, columns, *strides, plan.temperatures[0]]
-    constants = _jsd_constants(plan) | {"IS_UNIT": plan.temperatures[0] == 1.0, "BLOCK": block, "num_warps": warps}
-    launch("normalized_sums_kernel", (pieces, rows), read, sums_PB2, *arguments, **constants)
+    launch(
+        "normalized_sums_kernel",
+        (pieces, rows),
+        read,
+        sums_PB2,
+        *arguments,
+        IS_UNIT=plan.temperatures[0] == 1.0,
+        **_jsd_constants(plan),
+        BLOCK=block,
+        num_warps=warps,
+    )
     return sums_PB2.sum(0)
 
 
