@@ -11,7 +11,7 @@ from stillhouse.config import RolloutConfig, TrainConfig
 from stillhouse.data import PackedMicroBatches, PackedSequences
 from stillhouse.rollout import PromptPlan, PromptSource
 
-#: the schedule wsd (warm-up, stable, decay) decays in this last share of the steps after the warm-up
+#: with the schedule wsd (warm-up, stable, decay), the rate decays in this last part of the steps after the warm-up
 WSD_DECAY = 0.2
 
 
@@ -50,8 +50,8 @@ def make_step_schedule(
 
 
 def micro_batch_capacity(train: TrainConfig, max_tokens: int, data_ranks: int = 1, stages: int = 1) -> int:
-    """Return the capacity of sequences that are micro-batches of their own. A data rank should get at least as many
-    micro-batches of a step as there are pipeline stages.
+    """Return the maximum number of tokens of a packed sequence that is one micro-batch. A data rank should get at least
+    as many micro-batches per step as the pipeline has stages.
     """
     return max(max_tokens, min(train.micro_batch_tokens, train.tokens_per_step // (data_ranks * stages)))
 
@@ -59,8 +59,8 @@ def micro_batch_capacity(train: TrainConfig, max_tokens: int, data_ranks: int = 
 def make_on_policy_schedule(
     train: TrainConfig, rollout: RolloutConfig, sources: Sequence[PromptSource], max_tokens: int, seed: int
 ) -> tuple[StepSchedule, PromptPlan]:
-    """Return the step schedule, in which a sequence is one sampled completion, and the prompt plan. `StepPacker`
-    forms the micro-batches. An epoch has as many generated prompts as all sources together.
+    """Return the step schedule and the prompt plan. In the schedule, a sequence is one sampled completion.
+    `StepPacker` forms the micro-batches. An epoch generates completions for as many prompts as all sources have.
     """
     weights = sum(source.weight for source in sources)
     samples = round(sum(source.weight * source.samples_per_prompt for source in sources) / weights, 6)

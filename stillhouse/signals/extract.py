@@ -47,8 +47,8 @@ class SignalRows(NamedTuple):
     """Some rows of a micro-batch, and data for each row.
 
     index_C: the numbers of the rows, int64
-    values_CX: "chosen": the K ids of each row. `Ranked` and signals with a label: the next token, [C, 1]. "sampled":
-        M uniform random numbers per row, float64. Other signals: an empty tensor
+    values_CX: for "chosen", the K ids of each row; for `Ranked` and signals with a label, the next token, [C, 1]; for
+        "sampled", M uniform random numbers per row, float64; for other signals, an empty tensor
     """
 
     index_C: Tensor
@@ -96,7 +96,7 @@ def extract(wanted: Wanted, hidden_states: Tensor, head: OutputHead, rows: Signa
 
 
 def uniform_numbers(document: bytes, rows: range, draws: int) -> np.ndarray:
-    """Numbers in [0, 1) for some rows of a document, [rows, draws] float64. document: its id of 16 bytes
+    """Numbers in [0, 1) for some rows of a document, [rows, draws] float64. document: the document's 16-byte id
 
     The numbers are computed from the generator's raw output, which is the same in all versions of numpy.
     """
@@ -145,9 +145,9 @@ def top_k_log_probs(
 ) -> dict[str, Tensor]:
     """The top-k ids of each row, their log-probabilities and the log of the mass outside these ids.
 
-    labels_C: one more id of each row, the last entry of ids and log_probs [C, K+1]. If it is among the K ids, this
-        entry has id -1 and log-probability -inf.
-    Raises ValueError if the vocabulary has fewer than K ids, or for labels if the head is sharded over ranks.
+    labels_C: an additional id of each row, which becomes the last entry of ids and log_probs [C, K+1]. If this id is
+        among the K ids, the entry has id -1 and log-probability -inf.
+    Raises ValueError if the vocabulary has fewer than K ids, or if there are labels and the head is sharded.
     """
     if labels_C is not None and head.shard is not None and not head.shard.is_alone:
         raise ValueError("a label's log-probability needs the whole vocabulary on one rank: expected tensor=1")
@@ -163,7 +163,6 @@ def top_k_log_probs(
             label_gap_C1 = (label_logit_C1 - best.largest_C[:, None]).masked_fill(is_known_C1, -math.inf)
             ids_CK = torch.cat([best.ids_CK, label_C1.masked_fill(is_known_C1, -1)], 1)
             best = replace(best, ids_CK=ids_CK, gap_CK=torch.cat([best.gap_CK, label_gap_C1], 1))
-        # the mass outside is a sum of its own, because 1 − Σp has no correct digit on peaked rows
         parts.append(_stored(best.ids_CK, best.log_probs_CK, best.outside_C.log() - best.log_mass_C, dtype))
     return _joined(parts)
 

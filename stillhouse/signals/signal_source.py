@@ -1,7 +1,7 @@
 """The interface of all sources of teacher signals.
 
 pending = source.request(micro_batches)     may be called up to `steps_ahead` steps before the signals are needed
-signals = pending.result()                  for each of this process's micro-batches, by the teachers' names
+signals = pending.result()                  the signals of each micro-batch of this process, by teacher name
 
 Several teachers are one source, too: each teacher scores all documents, or each document has one teacher.
 """
@@ -63,8 +63,8 @@ class SignalSource(ABC):
 class RequestedSteps(Iterator[tuple[ShardedMicroBatches, PendingSignals]]):
     """Each step's micro-batches and their signals, requested `source.steps_ahead` steps in advance.
 
-    steps: builds the micro-batches of a step when it is asked for them. None: those of a later step than the present
-        one do not exist yet; it is asked again at the next step.
+    steps: an iterable that builds the micro-batches of each step on demand. It yields None if the next step cannot be
+        built yet; the iterable is then read again at the next step.
     """
 
     def __init__(self, source: SignalSource, steps: Iterable[ShardedMicroBatches | None]):
@@ -75,7 +75,7 @@ class RequestedSteps(Iterator[tuple[ShardedMicroBatches, PendingSignals]]):
     def build_next(self) -> None:
         """Build the next step's micro-batches while the device computes the present step.
 
-        Their signals are not requested yet: a request may need the weights after the present step.
+        Their signals are not requested yet, because a request may need the weights after the present step.
         """
         if not self._built:
             self._built.extend(islice(self._steps, 1))
@@ -103,7 +103,8 @@ class NoTeacher(SignalSource):
 class SeveralTeachers(SignalSource):
     """The source of the signals of all teachers, by the teachers' names.
 
-    route: the column of the data that names each document's teacher; None: each teacher scores all documents
+    route: the column of the data with the name of each document's teacher. If it is None, all teachers score all
+        documents.
     heads_are_sharded: whether FSDP shards the teachers' output heads on the student's last stage
     """
 

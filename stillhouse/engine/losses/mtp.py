@@ -42,10 +42,10 @@ ACCEPTANCE = ObjectiveSpec(cross_entropy=1.0, divergence=total_variation())
 class MtpLoss(LossPart):
     """The objective at the MTP depths.
 
-    scale: the factor of the depths' loss in the step's loss. from_student: the signal is the student's distribution
-    of the same token at depth 0, without gradients, instead of the teacher's. group: the context ranks, over which
-    sequences are sharded; None: this process has full sequences. The depths' metrics and values per token have the
-    prefix `mtp_<depth>/`.
+    scale: the factor of the depths' loss in the step's loss. from_student: whether the signal is the student's
+    distribution of the same token at depth 0, without gradients, instead of the teacher's distribution. group: the
+    context ranks, over which sequences are sharded. If it is None, this process has full sequences. The depths'
+    metrics and values per token have the prefix `mtp_<depth>/`.
     """
 
     objective: ObjectiveSpec
