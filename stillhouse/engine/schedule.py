@@ -50,8 +50,8 @@ def make_step_schedule(
 
 
 def micro_batch_capacity(train: TrainConfig, max_tokens: int, data_ranks: int = 1, stages: int = 1) -> int:
-    """Return the maximum number of tokens of a packed sequence that is one micro-batch. A data rank should get at least
-    as many micro-batches per step as the pipeline has stages.
+    """Return the maximum number of tokens of a packed sequence that is one micro-batch. A data rank should get at
+    least as many micro-batches per step as the pipeline has stages.
     """
     return max(max_tokens, min(train.micro_batch_tokens, train.tokens_per_step // (data_ranks * stages)))
 

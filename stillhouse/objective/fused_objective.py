@@ -6,8 +6,8 @@ head. All of this happens in forward, so backward only multiplies by the incomin
 twice. Over vocabulary shards, each rank does this for its own rows, and an all-gather per chunk (or two, for some
 divergences) collects every rank's sums for each token, while the next chunk's products run.
 
-The inputs are checked first; each failure is a ValueError. The values of a tensor are checked only on a CPU: on a
-GPU, the check would have to wait.
+The inputs are checked first, and each failure is a ValueError. The values of a tensor are checked only on a CPU,
+because on a GPU the check would have to wait.
 
 T tokens, C rows of a chunk, D student width, V vocabulary (of this rank).
 """
@@ -68,13 +68,14 @@ def linear_objective(
 ) -> ObjectiveOutput:
     """Compute a weighted sum of terms from hidden states [T, D] and the head, differentiable in both.
 
-    weights_T: weight per token (None: 1). Rows of weight 0 contribute nothing and may contain any values, also NaN.
-        The same is true for rows that every term excludes, by the term's own weight or by a negative label.
-    normalizer: divides the sum; the optimizer step's global count of tokens with a non-zero weight.
-    valid_index: the rows with a non-zero weight, int64, each row once; the pass computes only these rows. None: the
-        pass finds them if weights_T is on a CPU; otherwise it computes all rows, since the CPU would have to wait
-        for the GPU to find them.
-    chunk_tokens: rows of a tile; None: chosen by a memory budget. Results do not depend on it.
+    weights_T: the weight of each token, or None for 1. Rows of weight 0 contribute nothing and may contain any
+        values, also NaN. The same is true for rows that every term excludes, by the term's own weight or by a
+        negative label.
+    normalizer: the divisor of the sum: the optimizer step's global number of tokens with a non-zero weight.
+    valid_index: the rows with a non-zero weight, int64, each row once; the pass computes only these rows. Without it,
+        the pass finds these rows if weights_T is on a CPU. If weights_T is on a GPU, the pass computes all rows,
+        because the CPU would have to wait for the GPU to find them.
+    chunk_tokens: the rows of a tile. If it is None, a memory budget determines them. Results do not depend on it.
 
     Over a sharded head, all ranks call this with the same tokens, terms and options. They get the same loss and
     metrics, and each rank gets the weight's gradient for its own rows. Collectives of a chunk: one all-gather of a
@@ -104,9 +105,9 @@ def routed_objective(
 ) -> ObjectiveOutput:
     """Compute `linear_objective` where different rows have different terms, such as those of different teachers.
 
-    groups: (rows, terms) of each group; the rows are int64 (None: all); no row is in two groups. The pass requests
-    the next group only when it no longer needs the previous group's terms. All groups add to the same gradients.
-    The other arguments are those of `linear_objective`.
+    groups: (rows, terms) of each group. The rows are int64, or None for all rows. No row is in two groups. The pass
+    requests the next group only when it no longer needs the previous group's terms. All groups add to the same
+    gradients. The other arguments are the same as in `linear_objective`.
 
     Raises ValueError without a group, and all ValueErrors of `linear_objective`.
     """
@@ -136,7 +137,7 @@ def logits_objective(
 ) -> ObjectiveOutput:
     """Compute a weighted sum of terms from logits [T, V], with a gradient of the same size in memory.
 
-    shard: the vocabulary's columns that the logits contain; None: all columns.
+    shard: the columns of the vocabulary that the logits contain, or None for all columns.
     """
     leaves: Leaves = {"logits_TV": logits_TV}
     check_leaves(leaves)
@@ -155,7 +156,7 @@ def _objective(
     normalizer: float | Tensor,
     chunk_tokens: int | None,
 ) -> ObjectiveOutput:
-    """provide: returns the provider of logits for the terms, which adds to the gradients (None: to new ones)."""
+    """provide: returns the provider of logits for the terms. It adds to these gradients, or to new ones for None."""
     tokens = len(_first_leaf(leaves)[1])
     totals, gradients = None, None
     for index, terms in groups:
@@ -213,7 +214,7 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True: the graph would contain these gradients as constants
             raise RuntimeError("an objective has no second derivative: call backward without create_graph")
-        (factor,) = ctx.saved_tensors  # a second backward without retain_graph ends here
+        (factor,) = ctx.saved_tensors  # a second backward without retain_graph fails here
         factor = factor * grad_loss
         gradients, dtypes = ctx.gradients, list(ctx.dtypes)
         # if no second backward follows, multiply in place, because a copy would be as large as the weight

@@ -1,8 +1,8 @@
-"""Log-probabilities of given tokens: the student's, differentiable, and a teacher's, from any signal that has them.
+"""The student's differentiable log-probabilities of given tokens, and a teacher's, from any signal that has them.
 
 In an objective over sequences (a sum before an exponential, a mean over a group), the gradient at one token depends
 on all tokens, so forward cannot compute it chunk by chunk. Therefore forward saves only its inputs, and backward
-projects each chunk a second time. A dense teacher's hidden states are projected in chunks, without a gradient: if the
+projects each chunk a second time. A dense teacher's hidden states are projected in chunks, without a gradient. If the
 objective also has a divergence from the same teacher, this teacher's logits are computed twice.
 
 T tokens, D width, V vocabulary, K ids per token.
@@ -93,9 +93,9 @@ def teacher_log_probs(
     """Return the teacher's log p of labels_T at a temperature, [T], at least float32; 0 at a negative label.
 
     signal: `FullVocab`, `DenseLogits`, `Mixture`, or a `TopK` or `Chosen` whose ids include the label.
-    vocabulary: the number of tokens with a probability (`common_vocabulary`); None: all tokens of the teacher.
+    vocabulary: the number of tokens with a probability (`common_vocabulary`), or None for all tokens.
     shard: the student's shard; needed if `DenseLogits` have only this rank's columns.
-    valid_index: the rows to compute; must include all rows with a label. None: as in `linear_objective`.
+    valid_index: the rows to compute, among them all rows with a label. For None, see `linear_objective`.
 
     Collectives: one all-gather per chunk for each `FullVocab` with a sharded head, also in a `Mixture`, and for each
     `DenseLogits` with only this rank's columns. All ranks get the same numbers.

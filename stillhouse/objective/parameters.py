@@ -1,8 +1,8 @@
-"""The parameters that an expression can set, with their allowed values: those of divergences and policy gradients.
+"""The parameters of divergences and policy gradients that an expression can set, with their allowed values.
 
-Needs no torch, so that a command refuses a misspelt loss before it imports torch. `divergences.py` has the maths of
-each divergence, and `PolicyGradient` in `sampled_terms.py` that of policy gradients. The entry points of the group
-`stillhouse.divergences` refer to these classes.
+This file needs no torch, so that a command refuses a misspelt loss before it imports torch. `divergences.py` has the
+maths of each divergence, and `PolicyGradient` in `sampled_terms.py` has the maths of policy gradients. The entry
+points of the group `stillhouse.divergences` refer to these classes.
 """
 
 import math
@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 class Definition(NamedTuple):
     """The texts about a divergence for expressions, error messages and docs/objective.md.
 
-    name: its name in expressions and metrics. value, slope: formulas of f, and of h up to a constant.
+    name: the divergence's name in expressions and metrics. value, slope: formulas of f, and of h up to a constant.
     domain: the allowed parameters. infinite: which probabilities of zero make the divergence infinite.
-    example: example parameters, if it has required ones. synonyms: other projects' names for it.
+    example: example parameters, if some are required. synonyms: other projects' names for the divergence.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Parameters(ABC):
 
     @classmethod
     def divergence(cls) -> Any:
-        """The `Divergence` class of another package, with the maths. `DIVERGENCES` has those of this one."""
+        """Return the class with the maths, in another package. `DIVERGENCES` has the classes of this package."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ class AlphaBetaParameters(Parameters):
 
 #: parameters of divergences by their names in expressions
 DivergenceKinds = Mapping[str, type[Parameters]]
-#: those of this package. A run's configuration also knows those that other packages register
+#: the parameters of this package's divergences. A run's configuration also knows those of other packages
 PARAMETERS: DivergenceKinds = {
     kind.definition.name: kind
     for kind in (
@@ -177,9 +177,9 @@ RatioOf = Literal["token", "sequence"]
 @dataclass(frozen=True)
 class PolicySettings:
     """clip_low, clip_high: the limits of the surrogates clip and cispo; a limit that is not given is 0.2.
-    dual_clip: a number above 1: the bound of the surrogate clip at negative advantages. None: no bound.
-    surrogate: None is "clip" if a limit or dual_clip is given, and "corrected" otherwise.
-    ratio: the probability ratio of a token: its own, or the geometric mean over its sequence (GSPO).
+    dual_clip: the bound of the surrogate clip at negative advantages, a number above 1. If it is None, there is none.
+    surrogate: None means "clip" if a limit or dual_clip is given, and "corrected" otherwise.
+    ratio: whether a token has its own probability ratio, or the geometric mean over its sequence (GSPO).
     kl_scale: the factor of the penalty e^r − 1 − r with r = log p(y) − log q(y) (GRPO); p is the teacher.
 
     Raises ValueError for values out of range, and for arguments that have no effect together.
@@ -213,12 +213,12 @@ class PolicySettings:
 
     @property
     def kind(self) -> Surrogate:
-        """The surrogate."""
+        """The surrogate, or its default."""
         return self.surrogate or ("clip" if self._limits else "corrected")
 
     @property
     def clips(self) -> tuple[float, float]:
-        """clip_low and clip_high, with their default."""
+        """clip_low and clip_high, or their default."""
         return 0.2 if self.clip_low is None else self.clip_low, 0.2 if self.clip_high is None else self.clip_high
 
     @property
@@ -227,9 +227,9 @@ class PolicySettings:
         return {name: value for name, value in limits.items() if value is not None}
 
     def in_words(self, corrected: str) -> str:
-        """Return the words about the ratio and the penalty, which follow those about the advantage.
+        """Return the words about the ratio and the penalty, for a place after the words about the advantage.
 
-        corrected: the words of the importance correction, for the surrogate that has one.
+        corrected: the words about the importance correction, for the surrogate "corrected".
         """
         ratio = "ratio" if self.ratio == "token" else "ratio of each sequence"
         (low, high), words = self.clips, corrected.replace("ratio", ratio, 1)

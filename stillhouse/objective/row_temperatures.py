@@ -38,7 +38,7 @@ class RowTemperatures:
             )
 
 
-#: one temperature of all rows, or one for each row
+#: one temperature for all rows, or one for each row
 Temperatures = float | RowTemperatures
 
 

@@ -39,7 +39,7 @@ DATASET, STUDENT, TEACHER = ORIGINS = ("dataset", "student", "teacher")
 
 
 def origin_masks(labels_T: Tensor, per_token: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a mask of each origin's rows, [T] bool. Without the tensors of rollouts, all are the dataset's."""
+    """Return a mask of each origin's rows, [T] bool. Without the tensors of rollouts, every origin is the dataset."""
     if IS_SAMPLED not in per_token:
         none_T = torch.zeros_like(labels_T, dtype=torch.bool)
         return {DATASET: ~none_T, STUDENT: none_T, TEACHER: none_T}
@@ -56,8 +56,8 @@ def origin_masks(labels_T: Tensor, per_token: Mapping[str, Tensor]) -> dict[str,
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
     """per_token: the tensors of `metrics.py`, [T] each. document_T: the document of each row.
-    valid_index: the rows that count; None: all rows.
-    teacher_heads: of all teachers of the batch. Probabilities are over the tokens that all heads have.
+    valid_index: the rows that count, or None for all rows.
+    teacher_heads: the heads of all teachers of the batch. Probabilities are over the tokens that all heads have.
     hidden_TD: the student's hidden states, for `sequence_ratios`.
     """
 
@@ -102,7 +102,7 @@ class SampledTokens:
         return self.require(name).masked_fill(~self.is_sampled_T, 0.0)
 
     def log_probs(self, signals: Sequence[Signal], temperatures: Temperatures) -> Tensor:
-        """Return the teacher's log p of the sampled tokens, 0 elsewhere. signals: at each of the temperatures."""
+        """Return the teacher's log p of the sampled tokens, 0 elsewhere. signals: one for each temperature."""
         student = self.student
         vocabulary = None if student is None else common_vocabulary([student, *self.teacher_heads])
         shard = None if student is None else student.shard
@@ -117,7 +117,7 @@ class SampledTokens:
         return select_rows(by_temperature, number_T)
 
     def log_ratio(self, log_p_T: Tensor, discount: float) -> Tensor:
-        """Return, for each sampled token, the discounted sum of log p − log q_old over it and later tokens, [T]."""
+        """Return, for each sampled token, the discounted sum of log p − log q_old from this token on, [T]."""
         ratio_T = (log_p_T - self.require(OLD_LOG_PROBS).to(log_p_T.dtype)).masked_fill(~self.is_sampled_T, 0.0)
         if not discount:
             return ratio_T

@@ -29,8 +29,9 @@ from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
 @dataclass(frozen=True)
 class TeacherShare:
-    """weight: multiplies the divergence from this teacher or, in a mixture, the teacher's probabilities.
-    temperature: the temperature of the divergence from this teacher; None: the objective's temperature.
+    """weight: the factor of the divergence from this teacher or, in a mixture, of the teacher's probabilities.
+    temperature: the temperature of the divergence from this teacher. If it is None, it is the objective's
+    temperature.
     """
 
     weight: float = 1.0
@@ -39,18 +40,19 @@ class TeacherShare:
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """The objective of a run, without the data of a batch. Coefficients are None where a term is absent.
+    """The objective of a run, without the data of a batch. The coefficient of an absent term is None.
 
-    teachers: the settings of several teachers, by name. is_mixture: there is one divergence from the weighted sum of
-        the teachers' probabilities, instead of one divergence from each teacher.
-    teacher_kl: teacher_kl · (log p(y) − log q_old(y)), the k1 estimator of reverse KL, is added to the advantage. p
-        and q_old are at the sampling temperature, whatever the temperatures of divergences.
-    discount: γ in 0 … 1: the log-ratios of later tokens are also added to a token's advantage (`sampled_tokens.py`).
-    correction: of sampled_kl, and of policy_gradient with the surrogate "corrected".
-    sampling_temperature: the temperature at which the student samples tokens. sampling_temperatures: in its place, if
-        tokens of a batch are sampled at several ones; `per_token[SAMPLING]` has the number of each row's temperature.
-    by_origin: the objective of each origin (`sampled_tokens.py`), in place of the coefficients above; all other
-        settings are the same in all of them. Rows of an origin that is absent have no loss.
+    teachers: the settings of several teachers, by name. is_mixture: whether there is one divergence from the weighted
+        sum of the teachers' probabilities, instead of one divergence from each teacher.
+    teacher_kl: the factor of log p(y) − log q_old(y), the k1 estimator of reverse KL, which is added to the
+        advantage. p and q_old are at the sampling temperature, also if a divergence has another temperature.
+    discount: γ in 0 … 1 for the log-ratios of later tokens, which are added to a token's advantage, too
+        (`sampled_tokens.py`).
+    correction: the correction of sampled_kl, and of policy_gradient with the surrogate "corrected".
+    sampling_temperature: the temperature at which the student samples tokens. sampling_temperatures: replaces it, if
+        tokens are sampled at several temperatures. `per_token[SAMPLING]` has the number of each row's temperature.
+    by_origin: the objective of each origin (`sampled_tokens.py`), in place of the coefficients above. All other
+        settings must be the same in these objectives. Rows of an origin without an objective have no loss.
     """
 
     cross_entropy: float | None = None
@@ -76,7 +78,7 @@ class ObjectiveSpec:
 
     @classmethod
     def from_origins(cls, by_origin: Mapping[str, "ObjectiveSpec"]) -> "ObjectiveSpec":
-        """Return the objective with a part for each origin; equal parts are one plain objective."""
+        """Return the objective with a part for each origin. If all parts are equal, return one of them."""
         first, *others = by_origin.values()
         if all(other == first for other in others):
             return first
@@ -128,14 +130,14 @@ class ObjectiveSpec:
         """
         if self.by_origin:
             raise ValueError(
-                "an objective by origin at further depths of multi-token prediction: expected one of all"
+                "an objective by origin at further depths of multi-token prediction: expected one for all origins"
             )
         rest = replace(self, sampled_kl=None, policy_gradient=None, teacher_kl=0.0, discount=0.0)
         if all(term is None for term in (rest.cross_entropy, rest.divergence, rest.entropy)):
             raise ValueError(
                 f"{self.in_words()} at further depths of multi-token prediction: expected a divergence or "
-                "cross_entropy beside it, since tokens are sampled from depth 0 alone, or by_depth(…) with another "
-                "objective for the other depths"
+                "cross_entropy beside it, since tokens are sampled only from depth 0, or another objective in "
+                "student.mtp.objective"
             )
         return rest
 
@@ -152,10 +154,10 @@ class ObjectiveSpec:
     ) -> list[Term]:
         """Return the terms for one batch.
 
-        signals: of all teachers that score rows of the batch, by teacher name; empty without teachers.
+        signals: the signals of all teachers that score rows of the batch, by teacher name; empty without teachers.
         per_token: the tensors of `metrics.py` for a batch of rollouts. `OLD_LOG_PROBS` among them adds a `LogRatio`.
         document_T: the document of each row, needed for a discount and for ratio=sequence.
-        valid_index: the rows that count; None: all rows. The sampled terms read only these rows of a signal.
+        valid_index: the rows that count, or None for all rows. The sampled terms read only these rows of a signal.
         student: the student's head; needed if it is sharded, if its vocabulary is smaller than a teacher's, and for
             ratio=sequence, which also needs `hidden_TD`, the student's hidden states.
 
@@ -341,7 +343,7 @@ def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_sq
 def read_objective(
     text: str, kinds: DivergenceKinds, temperature: float = 1.0, scale_by_temperature_squared: bool = False
 ) -> ObjectiveSpec:
-    """`parse_objective`, where the text may name these divergences."""
+    """Return the objective of an expression that may name these divergences."""
     fields, divergences = expression_fields(text, kinds)
     if divergences:
         foreign = {one.name: kinds[one.name] for one in divergences if one.name not in DIVERGENCES}

@@ -247,7 +247,7 @@ class Distill(Term):
                     plan.pair(part, self.signal, self.temperature)
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
-        # the logits are divided by the temperature, and therefore the gradient, too
+        # the logits are divided by the temperature, so the gradient is divided by it, too
         weights_C = weights_C * (self.factor / self.temperature)
         match self.signal:
             case Sampled():
@@ -299,7 +299,7 @@ class Entropy(Term):
 
 
 def require_terms(terms: object) -> None:
-    """Raise ValueError unless this is a sequence of terms, for example for a divergence without its signal."""
+    """Raise ValueError unless this is a sequence of terms. It could be a divergence without its signal."""
     if not isinstance(terms, Sequence):
         raise ValueError(f"terms is of type {type(terms).__name__}: expected a list of terms")
     for at, term in enumerate(terms):

@@ -1,6 +1,6 @@
 """Calls the Triton kernels for the plans that they support, after a proof.
 
-The kernels compute the same numbers as the functions of `pointwise.py`, which serve all other plans. Before the first
+The kernels compute the same numbers as the functions of `pointwise.py`, which all other plans use. Before the first
 tile of a plan, a proof compares both with float64 on rows that are hard to compute. If a kernel's error is larger
 than that of the plain functions, the plan uses the plain functions, with a warning.
 
@@ -46,7 +46,7 @@ def use_kernels(choice: Kernels, report: Callable[[str], object] | None = None) 
     """Choose the kernels of all later passes of this process on a GPU.
 
     auto: Triton kernels for the plans that they support, if they pass their proof. compiled: `torch.compile` alone.
-    triton: as auto, but without Triton or with a failed proof, a pass raises ValueError.
+    triton: like auto, but a pass raises ValueError if Triton is missing or a proof fails.
     report: called with a line that names the kernels, once for each line, before they first run on a GPU.
     """
     global _choice, _report
@@ -81,7 +81,6 @@ def are_proven(plan: PointwisePlan, columns: int, device: torch.device) -> bool:
 
 
 def _say(plan: PointwisePlan, kernels: str) -> None:
-    """Report the kernels of a plan."""
     divergences = " + ".join(str(divergence) for divergence, _, _ in plan.pairs)
     line = f"kernels of the objective for {divergences or 'softmaxes'}: {kernels}"
     if _report is not None and line not in _reported:
@@ -210,7 +209,7 @@ def kernel_gradient(
 def launch(
     name: str, grid: tuple[int, int], read: Sequence[Tensor], written: Tensor, *arguments: Any, **constants: Any
 ) -> None:
-    """Launch a kernel of `triton_kernels.py`. read, written: for a dry run, the tensors in the arguments."""
+    """Launch a kernel of `triton_kernels.py`. read, written: the tensors among the arguments, for a dry run."""
     from stillhouse.objective.tile import triton_kernels
 
     getattr(triton_kernels, name)[grid](*arguments, **constants)
@@ -229,7 +228,7 @@ def _jsd_constants(plan: PointwisePlan) -> dict[str, Any]:
 
 @cache
 def _refusal(plan: PointwisePlan, columns: int, device: torch.device) -> str:
-    """Return why the kernels are not used; empty if they pass the proof. The first call waits for the GPU."""
+    """Return the reason not to use the kernels, or "" if they pass the proof. The first call waits for the GPU."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     return _difference(plan, columns, device)
@@ -243,7 +242,7 @@ def _warn(reason: str) -> None:
 
 
 def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
-    """Return the numbers that the kernels compute with a larger error than the plain functions, in words; else ""."""
+    """Return the names of the numbers in which the kernels have a larger error than the plain functions, or ""."""
     tiles_BV = hard_tiles(plan.tiles, columns, device)
     exact_tiles_BV = [tile_BV.double() for tile_BV in tiles_BV]
     plain = statistics(plan, raw_sums(plan, tiles_BV)[None])
@@ -276,9 +275,10 @@ def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
 
 
 def hard_tiles(tiles: int, columns: int, device: torch.device) -> list[Tensor]:
-    """Return logits [B, V] of a student and a teacher: three rows far apart, three close, three close and certain.
+    """Return logits [B, V] of a student and a teacher. They are far apart in three rows, and close in six.
 
-    Some logits, and all logits of a whole piece, are −inf, and some rows have two largest logits.
+    In three of these six rows, both are also certain. Some logits, and all logits of a whole piece, are −inf, and
+    some rows have two largest logits.
     """
     draw = torch.Generator(device="cpu").manual_seed(0)
     student_BV = torch.randn(9, columns, generator=draw)
@@ -306,7 +306,7 @@ def _numbers(rows: RowStatistics) -> Tensor:
 
 
 def _is_as_exact(computed_BX: Tensor, plain_BX: Tensor, exact_BX: Tensor, size_BX: Tensor | None = None) -> bool:
-    """Compare the errors relative to `size_BX` (None: the exact numbers), in the rows of each of three kinds."""
+    """Compare the errors relative to `size_BX` or, by default, to the exact numbers, in three kinds of rows."""
     finite_BX = exact_BX.isfinite()
     if not computed_BX[finite_BX].isfinite().all():
         return False

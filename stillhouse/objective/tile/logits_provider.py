@@ -116,7 +116,8 @@ class LogitsProvider:
         )
 
     def _buffer(self, key: Hashable, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a work tile [C, V], allocated once and overwritten by later chunks. dtype: None: that of the logits.
+        """Return a work tile [C, V], allocated once and overwritten by later chunks. dtype: by default the logits'
+        dtype.
 
         key: the place and the number of the set of buffers; the place is 0 for the student, then 1, 2, … for dense
             signals, and negative for the members of a mixture.
@@ -156,12 +157,12 @@ def add_members(
 
 
 class HeadLogits(LogitsProvider):
-    """Hidden states and a head. Gradients are kept in float32 (or float64) until backward scales them."""
+    """Logits from hidden states and a head. Gradients are kept in float32 (or float64) until backward scales them."""
 
     def __init__(
         self, hidden_TD: Tensor, head: OutputHead, terms: Sequence[Term], gradients: list[Tensor | None] | None = None
     ):
-        """gradients: the tensors of another provider with the same hidden states and head, to add to; None: new."""
+        """gradients: the gradients of another provider with these inputs, to add to; None for new gradients."""
         dtype = operand_dtype(hidden_TD, head.weight_VD)
         self.hidden_TD, self.device = hidden_TD.detach(), hidden_TD.device
         self.scale, self.softcap = head.scale, head.softcap
@@ -197,7 +198,7 @@ class HeadLogits(LogitsProvider):
         return self._buffer("rounded", rows, self.projection.gradient_dtype)
 
     def _hidden(self, rows: RowIndex, kept_C: Tensor) -> Tensor:
-        # the other rows may contain NaN, and 0·NaN would make the weight's gradient NaN
+        # rows that are not counted may contain NaN, and 0·NaN would make the weight's gradient NaN
         for mask_C, hidden_CD in self._masked:
             if mask_C is kept_C:
                 return hidden_CD

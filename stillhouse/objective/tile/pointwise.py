@@ -90,9 +90,9 @@ def gradient(
 ) -> None:
     """Write the gradient with respect to hidden Wᵀ + bias to `out_BV`, rounded to its dtype.
 
-    out_BV: None: overwrite the first tile, the student's logits. rows_BX: the columns of `plan.normalizers` and
+    out_BV: by default the first tile, the student's logits. rows_BX: the columns of `plan.normalizers` and
     `plan.coefficients`. A row with `counted` = 0 may contain any values, and its gradient is 0. outside_BV: a mask
-    for each bucket, true at tokens outside the bucket's signal ids; None: true everywhere.
+    for each bucket, true at tokens outside the bucket's signal ids; by default all tokens.
     """
     rows = dict(zip([*plan.normalizers, *plan.coefficients], rows_BX.split(1, -1), strict=True))
     logits_BV = tiles_BV[0]
@@ -142,7 +142,7 @@ def before_head(grad: Tensor, logits: Tensor, scale: float, softcap: float | Non
 
 
 def _softmax_sums(log_BV: Tensor, is_largest_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σe^l without the row's largest logits, whose e^l = 1 `log_sum_exp` adds later, and Σe^l·l."""
+    """Return Σe^l without the row's largest logits, and Σe^l·l. `log_sum_exp` adds the largest logits' e^l = 1."""
     mass_BV = log_BV.exp()
     return torch.where(is_largest_BV, 0.0, mass_BV).sum(-1), expect(mass_BV, log_BV).sum(-1)
 

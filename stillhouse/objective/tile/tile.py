@@ -8,7 +8,8 @@
     tile.gradient()              overwrites the student's logits with the gradient with respect to hidden Wᵀ + bias
 
 If `read` and `add_to` are compiled, they run on a second tile (`chunks.finish_rows`), and `set_gradient` gives its
-coefficients to the first one. Terms use rows, temperatures and global ids, but neither shards nor elements of [C, V].
+coefficients to the first tile. Terms use rows, temperatures and global ids, but neither shards nor elements of [C,
+V].
 
 C rows of the chunk, V vocabulary on this rank, N or K ids per row, R ranks, X statistics of a row. q is the
 student's probability, τ a temperature, l = (logit − reference) / τ.
@@ -38,7 +39,7 @@ from stillhouse.objective.tile.sweeps import (
 from stillhouse.objective.tile.tile_plan import STUDENT, Column, PointwisePlan, TilePlan
 from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
-#: ids per row up to which all pairs of ids are compared, to find those that occur several times
+#: the maximum number of ids per row for which all pairs of ids are compared, to find repeated ids
 MOST_IDS = 128
 
 
