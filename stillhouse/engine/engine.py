@@ -58,9 +58,8 @@ class StepOutput:
 
     @cached_property
     def sums(self) -> dict[str, float]:
-        """Metric sums over all tokens of the step, the same on every process. The key of the loss is `loss`.
-
-        The first access is a collective of all processes. It waits for the device, unless `read` has done so.
+        """Metric sums over all tokens of the step, the same on every process. The key of the loss is `loss`. The
+        first access is a collective of all processes. It waits for the device, unless `read` has done so.
         """
         if self._values is None:
             self.read()
@@ -114,17 +113,15 @@ class Engine(ABC):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
     ) -> StepOutput:
-        """Add the gradient of the micro-batches' losses to the student's gradient.
-
-        signals: the signals of each micro-batch. normalizer: the step's number of target tokens on all processes.
+        """Add the gradient of the micro-batches' losses to the student's gradient. signals: the signals of each
+        micro-batch. normalizer: the step's number of target tokens on all processes.
         """
 
     @abstractmethod
     def update(self, learning_rate: float, output: StepOutput | None = None) -> float:
-        """Clip the gradient, apply it to the weights, then set every gradient to None.
-
-        Returns the norm of the full gradient before clipping, the same on every process. If the gradient or the loss
-        is not finite, raises NotFiniteError on every process, and changes no weight and no moment.
+        """Clip the gradient, apply it to the weights, then set every gradient to None. Return the norm of the full
+        gradient before clipping, the same on every process. If the gradient or the loss is not finite, raise
+        NotFiniteError on every process, and change no weight and no moment.
         output: the output of the step that added the gradient. If it is None, only the gradient is checked.
         """
 
@@ -145,17 +142,15 @@ class Engine(ABC):
             )
 
     def bytes_to_save(self, *, all_moments: bool = False) -> int:
-        """Return the bytes of a checkpoint with the exported student.
-
-        all_moments: also count the optimizer's state of trained weights that had no step yet.
+        """Return the bytes of a checkpoint with the exported student. all_moments: also count the optimizer's state
+        of trained weights that had no step yet.
         """
         size: int = self._state.bytes_to_write(all_moments=all_moments)
         return size
 
     def save(self, folder: Path) -> SavedTensors:
-        """Write the weights, the optimizer's state and the random states to a folder that all processes share.
-
-        Call `require_finite` first: a run could not continue from state that is not finite.
+        """Write the weights, the optimizer's state and the random states to a folder that all processes share. Call
+        `require_finite` first: a run could not continue from state that is not finite.
         """
         state = self._state
         write_tensors(folder, state.tensors(), self.student.ranks)
@@ -237,7 +232,7 @@ class Engine(ABC):
         """Run an output processor on each micro-batch, without gradients and in eval mode, and return its results.
         The list is empty on processes without results (see `StepOutput.outputs`).
 
-        processor: its context is `DistillTargets`. parts: the MTP layers run only if `parts` has an `MtpLoss`.
+        processor: has `DistillTargets` as its context. parts: the MTP layers run only if `parts` has an `MtpLoss`.
         """
         with evaluating(*self.student.decoders):
             results = self.student.forward(self._inputs(micro_batches, signals, processor, parts))

@@ -83,11 +83,7 @@ class RouterKind(PartKind):
         from stillhouse.config.rule import excludes
 
         yield excludes("objective.router_aux_loss", "student.mtp")
-        yield excludes(
-            "train.compile",
-            "objective.router_aux_loss",
-            because="it is computed by hooks inside the layers, which compiled layers do not run",
-        )
+        yield excludes("train.compile", "objective.router_aux_loss", because="compiled layers do not run its hooks")
 
     @classmethod
     def part(cls) -> "type[LossPart]":

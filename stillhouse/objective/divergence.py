@@ -67,7 +67,6 @@ def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Pivo
 @dataclass(frozen=True, eq=False)
 class Divergence(Parameters):
     """D(p, q) as two pointwise functions. Sums and positive multiples of divergences are divergences.
-
     A subclass is a frozen dataclass. Its fields are the divergence's parameters.
     """
 

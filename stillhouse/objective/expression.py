@@ -5,8 +5,7 @@
     policy_gradient(clip_low=0.2, surrogate=cispo) + 0.1*sampled_kl(k3)
 
 A name is a divergence (`parameters.py`), `cross_entropy(label_smoothing=…)`, `z_loss` or `entropy` (an entropy bonus
-has a negative coefficient). All divergences of the sum become one term. Its name in metrics is the expression of the
-divergences.
+has a negative coefficient). All divergences of the sum become one term. Its name in metrics is their expression.
 
 Two more terms train on sampled tokens of a batch of rollouts: `sampled_kl(k2)` or `sampled_kl(k3)`, and
 `policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `parameters.py`. In such a batch,
@@ -49,9 +48,8 @@ REMOVED = ("acceptance", "uld")
 
 @dataclass(frozen=True)
 class Summand:
-    """One summand: `coefficient * name(*arguments, **keywords)`.
-
-    place: the summand's position in the expression, in words; "" if there is no other summand.
+    """One summand: `coefficient * name(*arguments, **keywords)`. place: the summand's position in the expression, in
+    words; "" if there is no other summand.
     """
 
     coefficient: float
@@ -83,7 +81,6 @@ class Summand:
 
 def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summand]:
     """Return the summands of an expression, in order. Raises a ValueError that quotes the invalid part of the text.
-
     take_words: by name, the keywords of the arguments that are words; "*" stands for all positional arguments.
     """
     text = text.strip()
@@ -141,9 +138,8 @@ def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[d
 def unknown_name(
     summand: Summand, kinds: DivergenceKinds, others: Mapping[str, Iterable[str]] = MappingProxyType({})
 ) -> ValueError:
-    """Return a ValueError for a summand with an unknown name; its message suggests the nearest known name.
-
-    others: known names that are not divergences, each with the synonyms that other projects use.
+    """Return a ValueError for a summand with an unknown name; its message suggests the nearest known name. others:
+    known names that are not divergences, each with the synonyms that other projects use.
     """
     if summand.name in REMOVED:
         return ValueError(

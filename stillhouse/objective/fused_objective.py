@@ -68,9 +68,8 @@ def linear_objective(
 ) -> ObjectiveOutput:
     """Compute a weighted sum of terms from hidden states [T, D] and the head, differentiable in both.
 
-    weights_T: the weight of each token, or None for 1. Rows of weight 0 contribute nothing and may contain any
-        values, also NaN. The same is true for rows that every term excludes, by the term's own weight or by a
-        negative label.
+    weights_T: a weight per token, by default 1. Rows of weight 0 contribute nothing and may contain any values, even
+        NaN. The same is true for rows that every term excludes, by the term's own weight or by a negative label.
     normalizer: the divisor of the sum: the optimizer step's global number of tokens with a non-zero weight.
     valid_index: the rows with a non-zero weight, int64, each row once; the pass computes only these rows. Without it,
         the pass finds these rows if weights_T is on a CPU. If weights_T is on a GPU, the pass computes all rows,

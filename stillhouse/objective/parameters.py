@@ -228,7 +228,6 @@ class PolicySettings:
 
     def in_words(self, corrected: str) -> str:
         """Return the words about the ratio and the penalty, for a place after the words about the advantage.
-
         corrected: the words about the importance correction, for the surrogate "corrected".
         """
         ratio = "ratio" if self.ratio == "token" else "ratio of each sequence"

@@ -334,9 +334,8 @@ class LogProb(SampledTerm):
 
 @dataclass(frozen=True, eq=False)
 class Continuation(SampledTerm):
-    """−log q(label) at a temperature that divides the student's logits, for the later tokens of a `SpanSignal`.
-
-    Its metric is not called cross-entropy, because it is a part of the divergence. For the options, see `Distill`.
+    """−log q(label) at a temperature that divides the student's logits, for the later tokens of a `SpanSignal`. Its
+    metric is not called cross-entropy, because it is a part of the divergence. For the options, see `Distill`.
     """
 
     labels_T: Tensor

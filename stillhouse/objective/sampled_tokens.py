@@ -128,7 +128,6 @@ class SampledTokens:
     @torch.no_grad()
     def sequence_ratios(self, temperatures: Temperatures) -> Tensor:
         """Return `sequence_ratios` of the student's present and old log-probabilities of the sampled tokens, [T].
-
         This projects the hidden states once more. Over a sharded head, each chunk takes one all-gather.
         """
         if self.hidden_TD is None or self.student is None or self.document_T is None:

@@ -140,9 +140,8 @@ class DenseLogits(Signal):
 class Mixture(Signal):
     """The weighted mean of the distributions of several dense teachers, p = Σ_i w_i softmax(z_i / τ).
 
-    τ is the term's temperature. A pass stores p as one tile of logits τ·log p, whose softmax at τ is p. So terms
-    treat a mixture like any other dense teacher. p is exact: every member is normalized over the whole vocabulary
-    before it is added.
+    τ is a term's temperature. A pass stores p as one tile of logits τ·log p, whose softmax at τ is p. So terms treat
+    a mixture like any other dense teacher. p is exact: every member is normalized over the vocabulary before the sum.
 
     signals: `FullVocab` or `DenseLogits` over the same tokens. weights: positive numbers, divided by their sum.
     """
@@ -309,9 +308,8 @@ def first_occurrence(ids_TK: Tensor, vocabulary: int) -> Tensor:
 
 
 def teacher_tail(signal: SparseSignal, log_p_TK: Tensor, student_tail_T: Tensor) -> Tensor:
-    """Return the log of the teacher's mass outside the ids, [T].
-
-    A computed mass is at least `TAIL_FLOOR`, but it is 0 where the student has no mass outside the ids (K = V).
+    """Return the log of the teacher's mass outside the ids, [T]. A computed mass is at least `TAIL_FLOOR`, but it is
+    0 where the student has no mass outside the ids (K = V).
     """
     if signal.tail_log_prob_T is not None:
         return signal.tail_log_prob_T.to(log_p_TK.dtype)

@@ -59,9 +59,8 @@ class Term(ABC):
         """Request every statistic and every gradient coefficient of a tile that `add_to` uses."""
 
     def check(self, tile: Tile) -> None:  # noqa: B027 (most terms support all values)
-        """Raise ValueError for values on the tile's rows that the term does not support.
-
-        Values are checked only on a CPU, since a check would wait for a GPU.
+        """Raise ValueError for values on the tile's rows that the term does not support. Values are checked only on a
+        CPU, since a check would wait for a GPU.
         """
 
     @abstractmethod

@@ -112,9 +112,8 @@ class SignalCache(SignalStore):
             self.read_document(document, stored.rows)
 
     def read_document(self, document: bytes, rows: range) -> dict[str, Tensor]:
-        """Return the signal of rows of one document, by its id.
-
-        Raises ValueError if the cache lacks a row, if a shard has changed, or if `problem_in` finds a problem.
+        """Return the signal of rows of one document, by its id. Raises ValueError if the cache lacks a row, if a
+        shard has changed, or if `problem_in` finds a problem.
         """
         stored = self.documents.get(document)
         if stored is None or not stored.has(rows):

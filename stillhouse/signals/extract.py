@@ -75,9 +75,8 @@ class SignalRows(NamedTuple):
 
 @torch.no_grad()
 def extract(wanted: Wanted, hidden_states: Tensor, head: OutputHead, rows: SignalRows) -> dict[str, Tensor]:
-    """Return the tensors of `SignalSpec.tensors` or of `ranked_log_probs`, on the CPU.
-
-    Under tensor parallelism, all ranks must pass the same rows, and get the same tensors.
+    """Return the tensors of `SignalSpec.tensors` or of `ranked_log_probs`, on the CPU. Under tensor parallelism, all
+    ranks must pass the same rows, and get the same tensors.
     """
     values_CX = rows.values_CX
     hidden_CE = hidden_states.flatten(0, -2)[rows.index_C.to(hidden_states.device)]
@@ -96,8 +95,7 @@ def extract(wanted: Wanted, hidden_states: Tensor, head: OutputHead, rows: Signa
 
 
 def uniform_numbers(document: bytes, rows: range, draws: int) -> np.ndarray:
-    """Numbers in [0, 1) for some rows of a document, [rows, draws] float64. document: the document's 16-byte id
-
+    """Numbers in [0, 1) for some rows of a document, [rows, draws] float64. document: the document's id of 16 bytes.
     The numbers are computed from the generator's raw output, which is the same in all versions of numpy.
     """
     generator = np.random.Philox(key=int.from_bytes(document, "little"))

@@ -80,7 +80,6 @@ class SignalStore(ABC):
     @abstractmethod
     def require(self, documents: Documents, what: str, media_inputs: MediaInputs | None = None) -> None:
         """Raise ValueError unless the store has signals for these documents, whose name in the message is `what`.
-
         media_inputs: makes the tensors of the documents' media; None if the data has no media
         """
 
@@ -91,9 +90,8 @@ class SignalStore(ABC):
 
     @abstractmethod
     def read(self, wanted: Sequence[DocumentRows]) -> Sequence[dict[str, Tensor]]:
-        """The signal's tensors for each document, on the CPU. Several threads may call this at once.
-
-        Raises ValueError or OSError if the signals are not available.
+        """The signal's tensors for each document, on the CPU. Several threads may call this at once. Raises
+        ValueError or OSError if the signals are not available.
         """
 
     def close(self) -> None:  # noqa: B027 (a store in this process has nothing to abandon)
@@ -235,7 +233,6 @@ class StoredTeacher(SignalSource):
 
 class ChosenTeacher(StoredTeacher):
     """Requests the teacher's log-probabilities of the student's top-k ids, except ids that the teacher's head lacks.
-
     autocast: the dtype of the student's matrix products. If it is None, they have the dtype of its weights.
     """
 

@@ -43,10 +43,8 @@ def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[
 
 
 def run_rows(function: Callable[..., Any], plan: Hashable, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
-    """Call function(plan, *arguments): on a GPU compiled, because it consists of hundreds of small kernels.
-
-    plan: the values on which the function's code depends. partly: the tiles of which the function reads only a few
-    columns.
+    """Call function(plan, *arguments): on a GPU compiled, because it consists of hundreds of small kernels. plan: the
+    values on which the function's code depends. partly: the tiles of which it reads only a few columns.
     """
     if tensors_of(arguments)[0].device.type not in ROW_DEVICES:
         return function(plan, *arguments)

@@ -116,11 +116,10 @@ class LogitsProvider:
         )
 
     def _buffer(self, key: Hashable, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a work tile [C, V], allocated once and overwritten by later chunks. dtype: by default the logits'
-        dtype.
+        """Return a work tile [C, V], allocated once and overwritten by later chunks.
 
-        key: the place and the number of the set of buffers; the place is 0 for the student, then 1, 2, … for dense
-            signals, and negative for the members of a mixture.
+        key: the place and the number of the set of buffers. The place is 0 for the student, then 1, 2, … for dense
+            signals, and negative for the members of a mixture. dtype: by default the logits' dtype.
         """
         buffer_CV = self._buffers.get(key)
         if buffer_CV is None or len(buffer_CV) < rows:

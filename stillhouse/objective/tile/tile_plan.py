@@ -113,8 +113,7 @@ class PointwisePlan:
 
 
 class TilePlan:
-    """Assigns an index to each quantity that terms request in `Term.request`; a repeated request returns the same
-    index.
+    """Assigns an index to each quantity that terms request in `Term.request`. Equal requests return one index.
 
     After `close`, the methods only look up an index: they raise LookupError for a quantity that was not requested.
 
