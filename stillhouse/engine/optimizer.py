@@ -40,9 +40,9 @@ def require_optimizer(train: TrainConfig, layout: Layout) -> None:
     if degrees.processes > degrees.pipeline and SHARDED not in kinds[train.optimizer].capabilities:
         raise ConfigError(
             _KEY,
-            f"got {train.optimizer} under {layout}, which divides single weights over processes: expected "
-            f"{' or '.join(name for name, kind in kinds.items() if SHARDED in kind.capabilities)}, or pipeline "
-            "stages alone",
+            f"got {train.optimizer} under {layout}, which shards each weight over processes: expected "
+            f"{' or '.join(name for name, kind in kinds.items() if SHARDED in kind.capabilities)}, or only "
+            "pipeline parallelism",
         )
     with as_config_error(_KEY):
         kinds[train.optimizer].require()
@@ -175,7 +175,7 @@ def make_step(optimizer: torch.optim.Optimizer, rate: float, skipped: Tensor | N
         optimizer.step()
     except torch._dynamo.exc.TorchDynamoException as error:
         needed = f"torch.compile, which the step of torchao's adamw_8bit needs, fails here ({first_line(error)})"
-        fix = "expected adamw, or a C++ compiler that torch finds, on a GPU also Triton"
+        fix = "expected adamw, or a C++ compiler that torch finds and, on a GPU, Triton"
         raise ConfigError(_KEY, f"{needed}: {fix}") from error
 
 

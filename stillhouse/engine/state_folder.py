@@ -77,16 +77,16 @@ def require_fit(
         if there == here or not name.startswith(kinds):
             continue
         remedy = (
-            "expected the same student, and the same train.optimizer, that wrote the checkpoint; the weights of "
-            "a loss inside layers are of its layers in the section objective"
+            "expected the same student, and the same train.optimizer, that wrote the checkpoint; a loss inside "
+            "layers has weights for the layers in the section objective"
         )
         # whether both states are Muon's, but only one of them has Muon's moment of this weight
         muons = f"{name.rpartition('.')[0]}{MUONS}"
         both = any(other.endswith(MUONS) and other in expected for other in shapes)
         if name.startswith(MOMENT) and both and (muons in shapes) != (muons in expected):
             remedy = (
-                "Muon changed other weights in the version that wrote the checkpoint, which took all weights with "
-                "two dims for matrices (now the module decides: biases of experts and norms of heads are none); "
+                "Muon changed other weights in the version that wrote the checkpoint, which treated all weights with "
+                "two dims as matrices (now biases of experts and norms of heads are not matrices); "
                 f"begin a new run with its weights: stillhouse export {path} --out FOLDER, then student.model=FOLDER"
             )
         difference = f"'{name}' is {there} in the checkpoint and {here} in the run"

@@ -124,7 +124,7 @@ def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[d
         if name not in ARGUMENTS and (summand.arguments or summand.keywords):
             raise ValueError(f"{name} takes no arguments (in {text!r}); write coefficient*{name}")
     if "z_loss" in others and "cross_entropy" not in others:
-        raise ValueError(f"z_loss without cross_entropy in {text!r}: expected both, it steadies the cross-entropy")
+        raise ValueError(f"z_loss without cross_entropy in {text!r}: expected both, it stabilises cross_entropy")
     fields: dict[str, Any] = {name: summand.coefficient for name, summand in others.items()}
     for summand in divergences:
         kind = kinds[summand.name]

@@ -78,7 +78,7 @@ def common_vocabulary(heads: Sequence[OutputHead], logit_columns: int | None = N
     """
     stated = {head.vocab_size for head in heads if head.vocab_size is not None}
     if len(stated) > 1:
-        raise ValueError(f"the heads state different vocabularies: vocab_size {sorted(stated)}; expected one number")
+        raise ValueError(f"the heads have different vocabularies: vocab_size {sorted(stated)}; expected one number")
     rows = [head.rows for head in heads] + ([] if logit_columns is None else [logit_columns])
     if stated and min(stated) > min(rows):
         raise ValueError(

@@ -151,7 +151,7 @@ def _real_columns(
     rows, vocabulary = shard.stop - shard.start, shard.rows if vocabulary is None else vocabulary
     start, stop = shard.within(vocabulary)
     if columns not in (rows, stop - start):
-        expected = f"those of this rank, {rows}, or of all ranks, {vocabulary}"
+        expected = f"{rows} (this rank's columns) or {vocabulary} (the columns of all ranks)"
         raise ValueError(f"teacher logits over {columns} tokens: expected {expected}")
     return pad(logits_TV[:, : stop - start], (0, rows - (stop - start)), value=-torch.inf), shard
 

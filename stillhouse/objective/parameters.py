@@ -83,7 +83,7 @@ class JensenShannonParameters(Parameters):
     normalized: bool = False
 
     def __post_init__(self) -> None:
-        self.require(0 < self.beta < 1, "it is 0 at both ends: use forward_kl or reverse_kl, normalized=True near by")
+        self.require(0 < self.beta < 1, "it is 0 there: use forward_kl, reverse_kl, or normalized=True near 0 or 1")
         if self.normalized not in (True, False):
             raise ValueError(f"jsd(normalized={self.normalized}): expected True or False")
 
@@ -206,7 +206,7 @@ class PolicySettings:
                 raise _refused(name, getattr(self, name), f"one of {', '.join(words)}")
         if self.surrogate == "corrected" and self._limits:
             name, value = next(iter(self._limits.items()))
-            raise _refused(name, value, "surrogate=clip or cispo: corrected has no limits but rollout.limit")
+            raise _refused(name, value, "surrogate=clip or cispo: the only limit of corrected is rollout.limit")
         if self.dual_clip is not None and self.kind != "clip":
             expected = f"none: the gradient of surrogate={self.kind} is bounded already"
             raise _refused("dual_clip", self.dual_clip, expected)
@@ -251,7 +251,7 @@ def policy_fields(
 ) -> dict[str, Any]:
     """Return the fields of `ObjectiveSpec` for these arguments of policy_gradient in an expression."""
     if teacher_kl is not None and (isinstance(teacher_kl, bool) or not 0 < teacher_kl < math.inf):
-        raise _refused("teacher_kl", teacher_kl, "a positive number; leave teacher_kl out for rewards alone")
+        raise _refused("teacher_kl", teacher_kl, "a positive number; omit teacher_kl to use only rewards")
     policy = PolicySettings(clip_low, clip_high, dual_clip, surrogate, ratio, kl_scale)
     return {"policy": policy, "teacher_kl": teacher_kl or 0.0}
 

@@ -46,7 +46,7 @@ def origin_masks(labels_T: Tensor, per_token: Mapping[str, Tensor]) -> dict[str,
     if POLICY_VERSION not in per_token:
         raise ValueError(
             f"{POLICY_VERSION} is missing in per_token (it has {', '.join(sorted(per_token))}): expected it beside "
-            f"{IS_SAMPLED}, because it tells the teacher's completions from the dataset's"
+            f"{IS_SAMPLED}, because it separates the teacher's completions from the dataset"
         )
     is_student_T = per_token[IS_SAMPLED] != 0
     is_teacher_T = ~is_student_T & (per_token[POLICY_VERSION] >= 0)

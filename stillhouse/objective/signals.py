@@ -122,7 +122,7 @@ class RoutedSignal(Signal):
     index: Tensor
 
     def rows(self, rows: RowIndex) -> Self:
-        raise ValueError("the rows of a routed signal cannot be cut: expected one teacher for all tokens")
+        raise ValueError("the rows of a routed signal cannot be selected: expected one teacher for all tokens")
 
 
 @dataclass(frozen=True, eq=False)

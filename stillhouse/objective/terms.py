@@ -194,7 +194,7 @@ class Distill(Term):
         if not isinstance(self.divergence, Divergence):
             raise ValueError(
                 f"divergence is of type {type(self.divergence).__name__}: expected one such as forward_kl() or "
-                "jsd(0.5); a class of one's own is a frozen dataclass that derives from Divergence and has "
+                "jsd(0.5); your own class is a frozen dataclass that derives from Divergence and has "
                 "definition, balanced and balanced_slope"
             )
         for _, part in weighted_parts(self.divergence):
@@ -213,8 +213,8 @@ class Distill(Term):
             )
         if isinstance(signal, SparseSignal) and signal.tail == "zero" and not isinstance(self.divergence, ReverseKL):
             raise ValueError(
-                f"tail='zero' with {self.divergence}: expected reverse_kl, which alone asks for the teacher's "
-                "probability where it has none; use the tail 'bucket', or a term of its own for reverse_kl"
+                f"tail='zero' with {self.divergence}: expected reverse_kl, the only divergence that needs "
+                "the teacher's mass outside the ids; use the tail 'bucket', or a separate term for reverse_kl"
             )
 
     @property

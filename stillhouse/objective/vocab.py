@@ -135,7 +135,7 @@ def rows_of(rows_VX: Tensor, shard: VocabShard | None, student: VocabShard | Non
     if student is None or student.is_alone:
         raise ValueError(
             f"a teacher head of rows {shard.start}:{shard.stop} over {len(shard.borders)} ranks, a student head that "
-            "has all rows here: expected the student's head sharded over the same ranks, or the teacher's gathered"
+            "has all rows here: expected the student's head sharded over the same ranks, or an unsharded teacher head"
         )
     assert shard.group is not None
     assert student.group is not None
