@@ -173,7 +173,7 @@ class Engine(ABC):
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the full gradient of each parameter on this process, by its name in the full model. A collective of
+        """Yield the full gradient of each parameter on this process, with its name in the full model. A collective of
         the processes that share a sharded gradient.
         """
 
@@ -243,7 +243,7 @@ class Engine(ABC):
         return self.objective.needs_teacher or any(part.needs_teacher for part in self.parts)
 
     def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> Self:
-        """Return this engine with other losses. Parts that are not replaced stay as `LossPart.silent` versions."""
+        """Return this engine with other losses. Other parts become their `LossPart.silent` versions."""
         other = copy.copy(self)
         other.optimizer, other.objective = self.optimizer, objective
         others = [part for part in self.parts if type(part) not in {type(part) for part in parts}]

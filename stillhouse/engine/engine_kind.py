@@ -1,6 +1,6 @@
 """The interface of an entry of `stillhouse.engines`, and this project's entry `torch`.
 
-An entry is a class. The configuration loads all of them, so the module of an entry imports neither torch nor the
+An entry is a class. The configuration loads all entries, so the module of an entry imports neither torch nor the
 library of its engine.
 """
 

@@ -116,7 +116,7 @@ class StepLoss:
         valid_index: Tensor | None,
         depth: int = 0,
     ) -> list[Term]:
-        """valid_index: the rows that the terms must cover. If it is None: the rows with a non-zero weight."""
+        """valid_index: the rows that the terms must cover, or None for the rows with a non-zero weight."""
         objective, per_token = self.objective, targets.per_token
         if depth:
             # tokens are sampled only from depth 0; the other depths need only the mask of sampled tokens

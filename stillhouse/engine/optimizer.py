@@ -161,7 +161,7 @@ def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
 def make_step(optimizer: torch.optim.Optimizer, rate: float, skipped: Tensor | None = None) -> None:
     """Step the optimizer with this learning rate. Raises ConfigError if torch cannot compile torchao's step.
 
-    skipped: a 0-D float32 tensor, only for an optimizer that `skips_by_flag`. If its value is 1.0,
+    skipped: a 0-D float32 tensor, only for optimizers for which `skips_by_flag` is true. If the tensor is 1.0,
     weights and state do not change, but a parameter without state gets the state of `empty_state`.
     """
     for group in optimizer.param_groups:

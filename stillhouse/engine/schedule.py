@@ -17,7 +17,7 @@ WSD_DECAY = 0.2
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """How the training data are split into steps of packed sequences, and each step into micro-batches."""
+    """The division of the training data into steps of packed sequences, and of each step into micro-batches."""
 
     steps: int
     total_sequences: int
@@ -82,7 +82,7 @@ def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
     warmup = min(math.ceil(round(warmup, 6)), steps - 1)  # 0.07 of 100 steps is 7, not 7.000000000000001
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)  # 0 at the peak; 1 would be the step after the last
+    progress = (step - warmup) / max(1, steps - warmup)  # 0 at the peak; 1 one step after the last step
     heights = {  # between the minimum (0) and the peak (1)
         "constant": 1.0,
         "linear": 1.0 - progress,

@@ -122,7 +122,7 @@ class KullbackLeibler(Divergence):
 
 @dataclass(frozen=True)
 class WeightedSum(Divergence):
-    """Σ c_i D_i with every c_i > 0. Its values and slopes are the same sums of values and slopes."""
+    """Σ c_i D_i with every c_i > 0. Its value and slope are the same sums of the parts' values and slopes."""
 
     parts: tuple[tuple[float, Divergence], ...]
 

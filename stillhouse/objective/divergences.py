@@ -163,11 +163,11 @@ class AlphaBeta(AlphaBetaParameters, Divergence):
         α + β = 0          Σ ((p/q)^α − 1 − α log(p/q)) / α²
         α = β = 0          ½ Σ log²(q/p)
 
-    (1, 0) is forward KL, (0, 1) reverse KL (ABKD, equation 3). It is an f-divergence only for α + β = 1. For other
-    α + β, merging outcomes may increase it. A negative exponent raises ValueError, because one probability of zero
-    would make the divergence infinite. Only α + β = 0 allows a negative exponent: the divergence is then finite if
-    all logits are finite and (p/q)^α does not overflow. Near a limiting case (α = 0, β = 0 or α + β = 0), the result
-    loses digits: use the limiting case itself.
+    (α, β) = (1, 0) is forward KL, (0, 1) is reverse KL (ABKD, eq. 3). It is an f-divergence only for α + β = 1. For
+    other α + β, merging outcomes may increase it. A negative exponent raises ValueError, because one probability of
+    zero would make the divergence infinite. Only α + β = 0 allows a negative exponent: the divergence is then finite
+    if all logits are finite and (p/q)^α does not overflow. Near a limiting case (α = 0, β = 0 or α + β = 0), the
+    result loses digits: use the limiting case itself.
     """
 
     def balanced(self, pair: Sides) -> Tensor:

@@ -98,7 +98,7 @@ def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summa
 
 
 def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[dict[str, Any], list[Summand]]:
-    """Return the fields of `ObjectiveSpec` that an expression sets, except the divergence, and the divergences.
+    """Return an expression's fields of `ObjectiveSpec`, except the divergence, and its divergences.
 
     kinds: the divergences that the text may name.
 

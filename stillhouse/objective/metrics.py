@@ -20,7 +20,7 @@ CHUNK_TOKENS = "chunk_tokens"
 #: the key of the sum of the rows' weights; `StepLoss` adds it to the metrics
 WEIGHTS = "weights"
 
-# keys of the float32 `per_token` tensors of a micro-batch of rollouts; a row's value is about the token it predicts
+# keys of the float32 `per_token` tensors of a batch of rollouts; a row's value is about the token that it predicts
 #: the advantage of the token
 ADVANTAGES = "advantages"
 #: the log-probability of the token when it was sampled, at the sampling temperature

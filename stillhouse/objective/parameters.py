@@ -37,7 +37,7 @@ class Parameters(ABC):
 
     @classmethod
     def divergence(cls) -> Any:
-        """Return the class with the maths, in another package. `DIVERGENCES` has the classes of this package."""
+        """Return the `Divergence` class of another package. `DIVERGENCES` has the classes of this package."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -177,7 +177,7 @@ RatioOf = Literal["token", "sequence"]
 @dataclass(frozen=True)
 class PolicySettings:
     """clip_low, clip_high: the limits of the surrogates clip and cispo; a limit that is not given is 0.2.
-    dual_clip: the bound of the surrogate clip at negative advantages, a number above 1. If it is None, there is none.
+    dual_clip: the bound of the surrogate clip at negative advantages, a number above 1, or None for no bound.
     surrogate: None means "clip" if a limit or dual_clip is given, and "corrected" otherwise.
     ratio: whether a token has its own probability ratio, or the geometric mean over its sequence (GSPO).
     kl_scale: the factor of the penalty e^r − 1 − r with r = log p(y) − log q(y) (GRPO); p is the teacher.

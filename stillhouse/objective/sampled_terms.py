@@ -67,7 +67,7 @@ NO_CORRECTION = Correction()
 
 
 class SampledTerm(LabelTerm):
-    """A term with the value φ(log q) at the labels. row_temperatures: replace `temperature`."""
+    """A term with the value φ(log q) at the labels. row_temperatures: if given, they replace `temperature`."""
 
     row_temperatures: RowTemperatures | None = None
 
@@ -111,9 +111,9 @@ class SampledKL(SampledTerm):
     is the reverse KL. For tokens that another policy sampled, this is true only with a correction.
 
     teacher_log_probs_T: log p(y) at the term's temperature.
-    correction: weights each value by ρ = q(y) / q_old(y), and needs old_log_probs_T. It adds the statistics `ratio`,
-        which is ρ, and `clipped`, which is 1 where the limit changed the weight.
-    old_log_probs_T: log q_old(y) at `sampling_temperature`, which is the term's temperature if it is None.
+    correction: weights each value by a limited ρ = q(y) / q_old(y); needs old_log_probs_T. It adds the statistics
+        `ratio`, which is ρ, and `clipped`, which is 1 where the limit changed the weight.
+    old_log_probs_T: log q_old(y) at `sampling_temperature`, by default the term's temperature.
     label: see `Distill`.
     """
 

@@ -30,7 +30,7 @@ from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 @dataclass(frozen=True)
 class TeacherShare:
     """weight: the factor of the divergence from this teacher or, in a mixture, of the teacher's probabilities.
-    temperature: the temperature of the divergence from this teacher. If it is None, the objective's is used.
+    temperature: the temperature of the divergence from this teacher, or None for the objective's temperature.
     """
 
     weight: float = 1.0
@@ -45,7 +45,7 @@ class ObjectiveSpec:
         sum of the teachers' probabilities, instead of one divergence from each teacher.
     teacher_kl: the factor of log p(y) − log q_old(y), the k1 estimator of reverse KL, which is added to the
         advantage. p and q_old are at the sampling temperature, also if a divergence has another temperature.
-    discount: γ in 0 … 1, with which the log-ratios of later tokens are added to a token's advantage; 0: they are not.
+    discount: γ in 0 … 1. The log-ratio of a later token u is added to the advantage of token t with factor γ^(u−t).
     correction: the correction of sampled_kl, and of policy_gradient with the surrogate "corrected".
     sampling_temperature: the temperature at which the student samples tokens. sampling_temperatures: replaces it, if
         tokens are sampled at several temperatures. `per_token[SAMPLING]` has the number of each row's temperature.

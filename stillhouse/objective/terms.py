@@ -298,7 +298,7 @@ class Entropy(Term):
 
 
 def require_terms(terms: object) -> None:
-    """Raise ValueError unless this is a sequence of terms. It could be a divergence without its signal."""
+    """Raise ValueError unless this is a sequence of terms. A common mistake is a divergence without a signal."""
     if not isinstance(terms, Sequence):
         raise ValueError(f"terms is of type {type(terms).__name__}: expected a list of terms")
     for at, term in enumerate(terms):

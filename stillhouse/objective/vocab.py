@@ -184,7 +184,7 @@ def _overlap(one: Range, other: Range) -> Range:
 class TopKLogits:
     """The top K ids of each row, the argmax first.
 
-    gap_CK: their logits minus the largest logit. largest_C: the largest logit.
+    gap_CK: the logits of these ids minus the largest logit. largest_C: the largest logit.
     outside_C: the mass of all other ids, in units of the argmax's mass.
     """
 

@@ -190,7 +190,7 @@ def chosen_log_probs(
 
 
 def ranked_log_probs(hidden_CE: Tensor, head: OutputHead, labels_C: Tensor, k: int) -> dict[str, Tensor]:
-    """The log-probability and the rank of each row's label, and the top-k ids, for `prompt_logprobs`. Temperature 1.
+    """The log-probability and rank of each row's label, and the top-k ids, at temperature 1, for `prompt_logprobs`.
 
     Returns log_prob [C], rank [C] int64 (the number of ids with at least the label's logit), ids [C, K] and
     log_probs [C, K]; K may be 0. Raises ValueError if the vocabulary has fewer than K ids.
@@ -248,7 +248,7 @@ def _values(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> Tensor:
 
 
 def _logits(hidden_CE: Tensor, head: OutputHead, temperature: float, k: int = 0) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of at most `ROWS` rows, at least one, with logits / temperature. Raises ValueError for K > V."""
+    """Yield one or more slices of at most `ROWS` rows, with logits / temperature. Raises ValueError for K > V."""
     if not 0 <= k <= head.rows:
         raise ValueError(f"top_k={k} of a teacher with a vocabulary of {head.rows}: expected at most {head.rows}")
     projection = Projection(head, head.rows, operand_dtype(hidden_CE, head.weight_VD), head.shard)

@@ -1,8 +1,8 @@
 """A teacher that runs before the student, in its own layout if it has one, and sends hidden states, never logits.
 
 A separate runner has the teacher's layers and final norm. It computes the hidden states of all micro-batches of a
-step. Each process of the student's last stage then receives the hidden states of its micro-batches. It also has the
-teacher's head, sharded like the student's head, and applies the head to these hidden states (`TeacherHidden`).
+step. Each process of the student's last stage then receives the hidden states of its micro-batches. The process
+also has the teacher's head, sharded like the student's head, and applies it to these hidden states (`TeacherHidden`).
 The transfers depend only on the micro-batch shapes and the two layouts, so every process computes the same transfers.
 
 B rows, S tokens per row of a micro-batch, E the teacher's width.
@@ -138,7 +138,7 @@ class SeparateTeacher(SignalSource):
 
     @torch.no_grad()
     def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> PendingSignals:
-        """As `request`, but the teacher runs only on the micro-batches with these numbers; the others get zeros."""
+        """Like `request`, but the teacher runs only on the micro-batches with these numbers; the others get zeros."""
         step = micro_batches.all_ranks
         has_all = len(numbers) == len(step)
         teacher_micro_batches: Sequence[MicroBatch] = micro_batches if numbers else ()

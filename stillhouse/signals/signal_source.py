@@ -24,10 +24,10 @@ from stillhouse.parallel.host_memory import copied_to
 
 @dataclass(frozen=True)
 class PendingSignals:
-    """Signals that were requested but are possibly not computed yet.
+    """Signals that were requested, but may not be computed yet.
 
-    result: computes the signals of this process's micro-batches, or waits for them, and returns them by the
-        teachers' names.
+    result: a function that computes the signals of this process's micro-batches, or waits for them, and returns
+        them by teacher name.
     """
 
     result: Callable[[], Sequence[Signals]]
@@ -41,7 +41,7 @@ class PendingSignals:
 class SignalSource(ABC):
     """A teacher, or several teachers.
 
-    steps_ahead: how many steps in advance requests are made
+    steps_ahead: the number of steps by which requests are made in advance
     decoders: the teachers' models outside the student's stages, by the keys of their config sections
     """
 
@@ -53,7 +53,7 @@ class SignalSource(ABC):
         """Request the signals of a step's micro-batches. A collective of all processes of the run."""
 
     def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> PendingSignals:
-        """As `request`, but only the micro-batches with these numbers (among those of all ranks) need signals."""
+        """Like `request`, but only the micro-batches with these numbers (among those of all ranks) need signals."""
         return self.request(micro_batches)
 
     def close(self) -> None:  # noqa: B027 (most sources have nothing to abandon)

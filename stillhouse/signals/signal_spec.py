@@ -124,7 +124,7 @@ class DocumentRows:
     """The rows of a document for which signals are requested.
 
     tokens: all ids of the document. ids_NK: for "chosen", the K ids of each requested row; -1 is an absent entry
-    source: where the document is from, for messages; "" if unknown
+    source: the document's source, for messages; "" if unknown
     """
 
     tokens: np.ndarray

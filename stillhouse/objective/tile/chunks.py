@@ -253,7 +253,7 @@ class TermLayout:
         return [_with_tensors(term, tensors, built) for term in self.terms]
 
 
-#: the first of equal layouts. Functions were compiled for it
+#: for equal layouts, the first of them, for which functions are compiled
 _LAYOUTS: dict[TermLayout, TermLayout] = {}
 
 

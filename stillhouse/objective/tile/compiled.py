@@ -31,7 +31,7 @@ STORED_FROM = ("realize_opcount_threshold", "realize_reads_threshold", "realize_
 
 _plans = count()
 
-#: device types, and functions that cannot be compiled there; "pointwise" stands for all without the terms' own code
+#: device types, and functions that cannot be compiled there; "pointwise" is all functions but the terms' own
 _without_compiler: set[tuple[str, str]] = set()
 
 
@@ -43,7 +43,7 @@ def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[
 
 
 def run_rows(function: Callable[..., Any], plan: Hashable, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
-    """Call function(plan, *arguments): on a GPU compiled, because it consists of hundreds of small kernels. plan: the
+    """Call function(plan, *arguments), which is compiled on a GPU, because it is hundreds of small kernels. plan: the
     values on which the function's code depends. partly: the tiles of which it reads only a few columns.
     """
     if tensors_of(arguments)[0].device.type not in ROW_DEVICES:

@@ -30,11 +30,11 @@ Kernels = Literal["auto", "compiled", "triton"]
 DEVICES = {"cuda"}
 #: the columns of a piece and the warps of a program
 SUMS, GRADIENT = (1024, 1), (2048, 4)
-#: CUDA's limit for the second dimension of a grid, which is a tile's rows
+#: CUDA's limit for the second dimension of a grid, which is the number of a tile's rows
 MOST_ROWS = 65_535
 #: the weights of a Jensen–Shannon divergence for which `numerics.interpolation_logs` uses a series
 SERIES_BETA = (0.05, 0.95)
-#: the proof allows this multiple of the plain functions' relative error, this relative error, and this error
+#: errors that the proof allows: a multiple of the plain functions' relative error, a relative and an absolute error
 TIMES, ROUNDING, SMALLEST = 4.0, 3e-5, 1e-14
 
 _choice: Kernels = "auto"
@@ -242,7 +242,7 @@ def _warn(reason: str) -> None:
 
 
 def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
-    """Return the names of the numbers in which the kernels have a larger error than the plain functions, or ""."""
+    """Describe the numbers in which the kernels have a larger error than the plain functions; "" if none."""
     tiles_BV = hard_tiles(plan.tiles, columns, device)
     exact_tiles_BV = [tile_BV.double() for tile_BV in tiles_BV]
     plain = statistics(plan, raw_sums(plan, tiles_BV)[None])

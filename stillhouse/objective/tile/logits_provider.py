@@ -84,7 +84,7 @@ class LogitsProvider:
         projection, hidden_CE = self._teachers[id(head)], signal.hidden_TE.detach()
         if projection.compute_dtype == out_CV.dtype:
             return projection.logits(hidden_CE, out_CV)
-        return out_CV.copy_(projection.logits(hidden_CE))  # a float64 teacher and a float32 student
+        return out_CV.copy_(projection.logits(hidden_CE))  # the dtypes may differ, as with a float64 teacher
 
     def _mixture_logits(self, mixture: Mixture, out_CV: Tensor) -> Tensor:
         """Return logits τ·log p of a mixture: their softmax at the mixture's temperature τ is p.
@@ -207,7 +207,7 @@ class HeadLogits(LogitsProvider):
 
 
 class TensorLogits(LogitsProvider):
-    """Given logits. The gradient has the logits' dtype, or float32 for float16 logits."""
+    """Logits that are given as a tensor. The gradient has the logits' dtype, or float32 for float16 logits."""
 
     scale, softcap = 1.0, None
 

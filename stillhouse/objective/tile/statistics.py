@@ -28,7 +28,7 @@ class RowStatistics:
     normalizers_CX: the columns of `plan.normalizers`, [C, X].
     references: the largest logit of each tile.
     student_log_mass, teacher_log_mass: log Σe^l of each softmax.
-    student_entropy, teacher_entropy: in nats.
+    student_entropy, teacher_entropy: the entropy of each softmax in nats.
     mass_ratio: log(Σe^l of the student / Σe^l of the teacher) of each couple.
     both_top: for each dense teacher, 1 where teacher and student have the same argmax.
     outside_reference, outside_log_mass: the student's largest logit and log Σe^l over the tokens outside each

@@ -49,7 +49,7 @@ def _expect(probability, quantity):
 
 @triton.jit
 def _excess(a, b, t, second, near):
-    """`numerics.excess`; second: `_second_order` of t where it is near."""
+    """`numerics.excess`; second: `_second_order` of t, used where t is near 0."""
     return tl.where(near, a * second, b - a - _expect(a, t))
 
 
