@@ -41,10 +41,10 @@ DEFAULT_TRAIN = TrainConfig(betas=(0.9, 0.999), clip=None)
 class StepOutput:
     """The result of one forward and backward over a step's micro-batches.
 
-    outputs: the objective's outputs for this process's micro-batches, with detached losses. Empty without the last
-        pipeline stage, and on all tensor ranks except the first, because tensor ranks have the same tokens.
+    outputs: the objective's outputs for this process's micro-batches, with detached losses. It is empty on processes
+        without the last pipeline stage, and on all tensor ranks except the first, because they have the same tokens.
     named: the metrics and losses of these micro-batches, as 0-D tensors that are added up by name.
-    total: returns `sums` for the sums of this process. A collective of all processes.
+    total: a collective of all processes that returns `sums`, given the metric sums of this process.
     """
 
     def __init__(
@@ -58,9 +58,8 @@ class StepOutput:
 
     @cached_property
     def sums(self) -> dict[str, float]:
-        """Metric sums over all tokens of the step, the same on every process. The key of the loss is `loss`.
-
-        The first access is a collective of all processes. It waits for the device, unless `read` has done so.
+        """Metric sums over all tokens of the step, the same on every process. The key of the loss is `loss`. The
+        first access is a collective of all processes. It waits for the device, unless `read` has done so.
         """
         if self._values is None:
             self.read()
@@ -69,7 +68,7 @@ class StepOutput:
         return self._total(add_up([{name: value} for (name, _), value in pairs]))
 
     def read(self, *numbers: Tensor) -> list[float]:
-        """Return the values of 0-D tensors. `named` is read in the same copy, so the device is waited for once."""
+        """Return the values of 0-D tensors. `named` is read in the same copy, so the host waits only once."""
         tensors = [*numbers, *(value for _, value in self.named)]
         values: list[float] = torch.stack(tensors).tolist() if tensors else []
         self._values = values[len(numbers) :]
@@ -90,8 +89,8 @@ class Engine(ABC):
     """Trains a student on micro-batches and the teachers' signals for them. The methods are collectives.
 
     train: the optimizer's settings, and the norm above which the gradient is clipped. autocast: the dtype of matrix
-    products; None: that of the weights. chunk_tokens, parts: see `StepLoss`. average: the moving average of the
-    student's weights, if a teacher needs it; `update` also updates it.
+    products. If it is None, they have the weights' dtype. chunk_tokens, parts: see `StepLoss`. average: the moving
+    average of the student's weights, if a teacher needs it; `update` also updates the average.
     """
 
     optimizer: Any
@@ -114,18 +113,16 @@ class Engine(ABC):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
     ) -> StepOutput:
-        """Add the gradient of the micro-batches' losses to the student's gradient.
-
-        signals: of each micro-batch. normalizer: the number of target tokens of the step, over all processes.
+        """Add the gradient of the micro-batches' losses to the student's gradient. signals: the signals of each
+        micro-batch. normalizer: the step's number of target tokens on all processes.
         """
 
     @abstractmethod
     def update(self, learning_rate: float, output: StepOutput | None = None) -> float:
-        """Clip the gradient, apply it to the weights, then set every gradient to None.
-
-        Returns the norm of the full gradient before clipping, the same on every process. Raises NotFiniteError on
-        every process for a gradient or a loss that is not finite; no weight and no moment is changed then.
-        output: of the step that added the gradient. None: only the gradient is checked.
+        """Clip the gradient, apply it to the weights, then set every gradient to None. Return the norm of the full
+        gradient before clipping, the same on every process. If the gradient or the loss is not finite, raise
+        NotFiniteError on every process, and change no weight and no moment.
+        output: the output of the step that added the gradient. If it is None, only the gradient is checked.
         """
 
     @property
@@ -134,7 +131,7 @@ class Engine(ABC):
         """The weights, the optimizer's state and the random states as named tensors, such as `TorchState`."""
 
     def require_finite(self) -> None:
-        """Raise ValueError on all ranks, naming a tensor, if a checkpoint would have state that is not finite."""
+        """Raise ValueError with a tensor's name on all ranks if the state for a checkpoint is not finite."""
         names = sorted({name for names in self.student.ranks.gather(self._state.not_finite()) for name in names})
         if names:
             more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
@@ -145,17 +142,15 @@ class Engine(ABC):
             )
 
     def bytes_to_save(self, *, all_moments: bool = False) -> int:
-        """Return the bytes of a checkpoint with the exported student.
-
-        all_moments: count the optimizer's state of all trained weights, also of those that had no step yet.
+        """Return the bytes of a checkpoint with the exported student. all_moments: also count the optimizer's state
+        of trained weights that had no step yet.
         """
         size: int = self._state.bytes_to_write(all_moments=all_moments)
         return size
 
     def save(self, folder: Path) -> SavedTensors:
-        """Write the weights, the optimizer's state and the random states to a folder that all processes share.
-
-        Call `require_finite` first: a run could not continue from state that is not finite.
+        """Write the weights, the optimizer's state and the random states to a folder that all processes share. Call
+        `require_finite` first: a run could not continue from state that is not finite.
         """
         state = self._state
         write_tensors(folder, state.tensors(), self.student.ranks)
@@ -178,7 +173,7 @@ class Engine(ABC):
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the full gradient of each parameter on this process, by its name in the full model. A collective of
+        """Yield the full gradient of each parameter on this process, with its name in the full model. A collective of
         the processes that share a sharded gradient.
         """
 
@@ -191,9 +186,9 @@ class Engine(ABC):
     ) -> dict[str, float]:
         """Return metric sums over all held-out target tokens, the same on every process.
 
-        The metrics are the cross-entropy and, with signals, the forward KL or another `divergence`, whatever the
-        engine's objective is. Their temperature is 1, but the divergence from a sparse signal has the signal's
-        temperature. The losses of `LossPart.held_out` add their own metrics.
+        The metrics are the cross-entropy and, with signals, the forward KL or another `divergence`. They do not
+        depend on the engine's objective. Their temperature is 1, but the divergence from a sparse signal has the
+        signal's temperature. The losses of `LossPart.held_out` add more metrics.
 
         held_out: yields groups of micro-batches, each group with its signals.
         with_teacher: also return the teacher's cross-entropy on the labels; the signals must be exact (`FullVocab`).
@@ -234,10 +229,10 @@ class Engine(ABC):
         signals: Sequence[Signals],
         parts: Sequence[LossPart] = (),
     ) -> list[Any]:
-        """Run an output processor on each micro-batch, without gradients and in eval mode, and return its results; []
-        on processes without results (see `StepOutput.outputs`).
+        """Run an output processor on each micro-batch, without gradients and in eval mode, and return its results.
+        The list is empty on processes without results (see `StepOutput.outputs`).
 
-        processor: its context is `DistillTargets`. parts: the MTP layers run only if an `MtpLoss` is among them.
+        processor: has `DistillTargets` as its context. parts: the MTP layers run only if `parts` has an `MtpLoss`.
         """
         with evaluating(*self.student.decoders):
             results = self.student.forward(self._inputs(micro_batches, signals, processor, parts))
@@ -248,7 +243,7 @@ class Engine(ABC):
         return self.objective.needs_teacher or any(part.needs_teacher for part in self.parts)
 
     def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> Self:
-        """Return this engine with other losses. Parts that are not replaced stay as `LossPart.silent` versions."""
+        """Return this engine with other losses. Other parts become their `LossPart.silent` versions."""
         other = copy.copy(self)
         other.optimizer, other.objective = self.optimizer, objective
         others = [part for part in self.parts if type(part) not in {type(part) for part in parts}]
@@ -286,8 +281,8 @@ class Engine(ABC):
         return [StageInputs(*pair, processor, parts, normalizer, self.autocast) for pair in pairs]
 
     def _not_finite(self, norm: Tensor, output: StepOutput) -> Tensor:
-        """Return 1.0 if the gradient's norm or the step's loss is not finite on any process, otherwise 0.0: a 0-D
-        tensor on the device, for which the host does not wait.
+        """Return 1.0 if the gradient's norm or the step's loss is not finite on a process, otherwise 0.0. The result
+        is a 0-D tensor on the device, and the host does not wait for it.
         """
         terms = {"loss", *(name for part in self.parts for name in part.terms)}
         numbers = [norm, *(value for name, value in output.named if name in terms)]
@@ -303,7 +298,7 @@ class Engine(ABC):
 
 
 def add_up(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Add up the metric sums of several processes or evaluations; of `CHUNK_TOKENS`, take the largest value."""
+    """Add up the metric sums of several processes or evaluations. `CHUNK_TOKENS` becomes the largest value."""
     total: dict[str, float] = {}
     for name, value in (pair for named in sums for pair in named.items()):
         both = (total.get(name, 0.0), value)
@@ -316,7 +311,7 @@ def _named_metrics(outputs: Sequence[ObjectiveOutput]) -> list[tuple[str, Tensor
 
 
 def _temperature(signal: Signal) -> float:
-    """Return the temperature of a held-out divergence: that of a sparse signal, if it is known; otherwise 1."""
+    """Return the temperature of a held-out divergence: a sparse signal's temperature if it is known, otherwise 1."""
     sparse = signal.first if isinstance(signal, SpanSignal) else signal
     temperature = sparse.temperature if isinstance(sparse, SparseSignal) else None
     return 1.0 if temperature is None else temperature

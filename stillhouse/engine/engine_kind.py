@@ -1,6 +1,6 @@
 """The interface of an entry of `stillhouse.engines`, and this project's entry `torch`.
 
-An entry is a class. The configuration loads all of them, so the module of an entry imports neither torch nor the
+An entry is a class. The configuration loads all entries, so the module of an entry imports neither torch nor the
 library of its engine.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EngineKind(ABC):
-    """What an engine can do, and methods that build it. `state_folder.py` has the names of a checkpoint's tensors."""
+    """The capabilities of an engine, and methods that build it. `state_folder.py` names a checkpoint's tensors."""
 
     capabilities: ClassVar[EngineCapabilities]
 
@@ -30,14 +30,13 @@ class EngineKind(ABC):
         *,
         teacher_head_only: bool = False,
     ) -> "DistributedStudent":
-        """Build and prove this process's part of the student, and of a teacher in its stages. A collective.
-
-        teacher_head_only: whether the last stage gets the teacher's head, and no stage its layers.
+        """Build and prove this process's part of the student, and of a teacher in the student's stages. A collective.
+        teacher_head_only: whether the last stage gets the teacher's head, and no stage gets the teacher's layers.
         """
 
     @abstractmethod
     def engine(self, student: Any, objective: "ObjectiveSpec", **options: Any) -> "Engine":
-        """Create the engine for a student of `distribute`; the options are those of `Engine`."""
+        """Create the engine for a student of `distribute`; the options are the arguments of `Engine`."""
 
 
 class TorchKind(EngineKind):

@@ -38,15 +38,15 @@ class StepLoss:
     """Computes the `ObjectiveOutput` of each micro-batch of a step. It needs `DistillTargets` as the `context`.
 
     normalizer: the number of target tokens of the step, by which the sums over tokens are divided.
-    chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
+    chunk_tokens: the number of rows of a logits tile. If it is None, a memory budget determines the number.
     parts: the losses beside the objective (`engine/losses`).
-    with_teacher_cross_entropy: also report `teacher_cross_entropy`, the teacher's cross-entropy on the labels; the
-        signal must be exact (`FullVocab`).
+    with_teacher_cross_entropy: whether to report `teacher_cross_entropy`, the teacher's cross-entropy on the labels.
+        The signal must be exact (`FullVocab`).
 
-    The output has these metrics beside those of the objective: `weights`, the sum of the rows' weights, by which sums
-    of entropies and of agreement are divided; for each teacher with a routed signal and each origin of an objective
-    by origin, `weights/<name>`, the same sum over its rows, and `tokens/<name>`, the number of these rows. An
-    objective that needs rollouts is replaced by `objective.at_mtp_depths()` at MTP depths.
+    The output has these metrics beside the objective's metrics: `weights` is the sum of the rows' weights; the sums
+    of entropies and of agreement are divided by it. Each teacher with a routed signal, and each origin of an
+    objective by origin, has `weights/<name>`, the sum over its own rows, and `tokens/<name>`, the number of its rows.
+    At MTP depths, `objective.at_mtp_depths()` replaces an objective that needs rollouts.
     """
 
     objective: ObjectiveSpec
@@ -68,16 +68,29 @@ class StepLoss:
         """hidden_states: [B, S, D]; with multi-token prediction, a tuple of the hidden states of depths 0, 1, …."""
         hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         hidden_TD, targets = hidden_by_depth[0].flatten(0, -2), context.at(depth)
-        options: dict[str, Any] = {"weights_T": targets.weights_T, "normalizer": self.normalizer}
-        options["chunk_tokens"] = self.chunk_tokens
         with ExitStack() as heads:
             signals = {name: heads.enter_context(signal.opened(head)) for name, signal in targets.signals.items()}
             if routed := {name: signal for name, signal in signals.items() if isinstance(signal, RoutedSignal)}:
                 groups = self._routed_terms(hidden_TD, routed, targets, head)
-                output = routed_objective(hidden_TD, head, groups, **options)
+                output = routed_objective(
+                    hidden_TD,
+                    head,
+                    groups,
+                    weights_T=targets.weights_T,
+                    normalizer=self.normalizer,
+                    chunk_tokens=self.chunk_tokens,
+                )
             else:
                 terms = self._terms(hidden_TD, signals, targets, head, targets.valid_index, depth)
-                output = linear_objective(hidden_TD, head, terms, valid_index=targets.valid_index, **options)
+                output = linear_objective(
+                    hidden_TD,
+                    head,
+                    terms,
+                    weights_T=targets.weights_T,
+                    normalizer=self.normalizer,
+                    valid_index=targets.valid_index,
+                    chunk_tokens=self.chunk_tokens,
+                )
             metrics = output.metrics | _row_counts(targets, routed, self.objective.by_origin, output.loss)
             if self.with_teacher_cross_entropy and not depth:
                 metrics["teacher_cross_entropy"] = _teacher_cross_entropy(signals, targets)
@@ -103,7 +116,7 @@ class StepLoss:
         valid_index: Tensor | None,
         depth: int = 0,
     ) -> list[Term]:
-        """valid_index: the rows that the terms must cover; None: the rows with a non-zero weight."""
+        """valid_index: the rows that the terms must cover, or None for the rows with a non-zero weight."""
         objective, per_token = self.objective, targets.per_token
         if depth:
             # tokens are sampled only from depth 0; the other depths need only the mask of sampled tokens

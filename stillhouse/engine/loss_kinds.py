@@ -1,6 +1,6 @@
 """The losses beside the objective, as entries of the group `stillhouse.parts`: their keys and rules, without torch.
 
-The configuration reads the entries while its sections are defined, so this module imports none of them at its top.
+The configuration reads the entries while its sections are defined, so this module imports no section at its top.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class PartKind(Protocol):
     """An entry of the group `stillhouse.parts`.
 
-    field: the type and the pydantic `Field` of the key `objective.<name of the entry>`; None for the losses of this
-        project, whose keys are in its sections.
+    field: the type and the pydantic `Field` of the key `objective.<name of the entry>`. It is None for the losses
+        of this project, because the configuration's sections have their keys.
     """
 
     field: ClassVar[tuple[Any, Any] | None] = None
@@ -83,8 +83,7 @@ class RouterKind(PartKind):
         from stillhouse.config.rule import excludes
 
         yield excludes("objective.router_aux_loss", "student.mtp")
-        because = "it is computed by hooks inside the layers, which compiled layers do not run"
-        yield excludes("train.compile", "objective.router_aux_loss", because=because)
+        yield excludes("train.compile", "objective.router_aux_loss", because="compiled layers do not run its hooks")
 
     @classmethod
     def part(cls) -> "type[LossPart]":

@@ -1,7 +1,7 @@
 """The step of an optimizer, its groups of parameters, and its state as plain tensors.
 
-The module that owns a parameter decides whether it is a matrix (`weight_kinds`): the biases of stacked experts and
-the A of a state-space layer have two dims, too.
+The module that owns a parameter decides whether the parameter is a matrix (`weight_kinds`). The number of dims is not
+enough, because the biases of stacked experts and the A of a state-space layer also have two dims.
 """
 
 import re
@@ -27,7 +27,7 @@ from stillhouse.registry import load, load_all
 _KEY = "train.optimizer"
 
 WeightKind = Literal["matrix", "table", "vector"]
-#: transformers' names of matrices: those of routers, experts and latent projections are in no `nn.Linear`
+#: transformers' names of matrices. The matrices of routers, experts and latent projections are in no `nn.Linear`
 _MATRIX = re.compile(r"weight|(\w+_)?(proj|projection|gate)(_weight)?|(hc_)?fn")
 #: the names of classes whose parameters are vectors, and the names of other vectors, alone or in a stack
 _NORM = re.compile(r"\w*Norm(Gated|\dd)?")
@@ -40,9 +40,9 @@ def require_optimizer(train: TrainConfig, layout: Layout) -> None:
     if degrees.processes > degrees.pipeline and SHARDED not in kinds[train.optimizer].capabilities:
         raise ConfigError(
             _KEY,
-            f"got {train.optimizer} under {layout}, which divides single weights over processes: expected "
-            f"{' or '.join(name for name, kind in kinds.items() if SHARDED in kind.capabilities)}, or pipeline "
-            "stages alone",
+            f"got {train.optimizer} under {layout}, which shards each weight over processes: expected "
+            f"{' or '.join(name for name, kind in kinds.items() if SHARDED in kind.capabilities)}, or only "
+            "pipeline parallelism",
         )
     with as_config_error(_KEY):
         kinds[train.optimizer].require()
@@ -51,10 +51,10 @@ def require_optimizer(train: TrainConfig, layout: Layout) -> None:
 def weight_kinds(models: Iterable[nn.Module]) -> dict[nn.Parameter, WeightKind]:
     """Return the kind of each parameter, by the module that owns it and by its name there.
 
-    matrix: the matrix of a linear map, or a stack of them (experts, heads), whose last two dims are rows and columns.
-    vector: norms, biases, and the A of a state-space layer, alone or in a stack. table: embeddings, heads, kernels of
-    convolutions, and weights of unknown names, such as DBRX's experts, which are below each other in one tensor.
-    Weight decay applies to matrices and tables, Muon to matrices.
+    matrix: the matrix of a linear map, or a stack of such matrices (experts, heads). The last two dims are rows and
+    columns. vector: norms, biases, and the A of a state-space layer, alone or in a stack. table: embeddings, output
+    heads, kernels of convolutions, and weights with unknown names, such as DBRX's experts, which are concatenated
+    along the rows of one tensor. Weight decay applies to matrices and tables, Muon to matrices.
     """
     models = list(models)
     kinds: dict[nn.Parameter, WeightKind] = {}
@@ -62,7 +62,7 @@ def weight_kinds(models: Iterable[nn.Module]) -> dict[nn.Parameter, WeightKind]:
         for name, parameter in module.named_parameters(recurse=False):
             if kinds.get(parameter) == "table":  # a tied head has the embedding's weight
                 continue
-            # families have norms of their own, of which some have a vector for each head (Cohere)
+            # families define their own norm classes, and some norms have a vector for each head (Cohere)
             if parameter.dim() < 2 or _NORM.fullmatch(type(module).__name__) or _VECTOR.fullmatch(name):
                 kinds[parameter] = "vector"
             elif isinstance(module, nn.Embedding | _ConvNd):
@@ -76,7 +76,7 @@ def weight_kinds(models: Iterable[nn.Module]) -> dict[nn.Parameter, WeightKind]:
 
 
 def stacked_vectors(models: Iterable[nn.Module]) -> list[str]:
-    """Return the names of the trained vectors with several dims. Earlier versions took them for matrices."""
+    """Return the names of the trained vectors with several dims. Earlier versions treated them as matrices."""
     models = list(models)
     kinds = weight_kinds(models)
     named = (entry for model in models for entry in model.named_parameters())
@@ -84,14 +84,14 @@ def stacked_vectors(models: Iterable[nn.Module]) -> list[str]:
 
 
 def make_optimizer(models: Iterable[nn.Module], train: TrainConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of those parameters of the models that require a gradient (see `weight_kinds`)."""
+    """Return the optimizer of the models' parameters that require a gradient (see `weight_kinds`)."""
     kinds = {weight: kind for weight, kind in weight_kinds(models).items() if weight.requires_grad}
     optimizer: torch.optim.Optimizer = load("stillhouse.optimizers", train.optimizer).make(kinds, train)
     return optimizer
 
 
 class KnownState(torch.optim.Optimizer):
-    """An optimizer that knows its state before the first step, which a checkpoint is read into."""
+    """An optimizer that can make its state before the first step. A checkpoint is read into this state."""
 
     @abstractmethod
     def empty_state(self, parameter: Tensor) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class ShardedMuon(KnownState):
     """torch's Muon with Nesterov momentum, also for sharded matrices and for each matrix of a stack.
 
     The momentum is sharded like the matrix, but a shard of the orthogonalized momentum depends on the full momentum.
-    Each process therefore gathers one matrix or stack at a time, unless it is sharded only between its matrices.
+    So each process gathers one matrix or stack at a time, unless the stack is sharded only between its matrices.
     """
 
     def __init__(self, matrices: Sequence[nn.Parameter], lr: float, weight_decay: float, momentum: float):
@@ -149,10 +149,11 @@ class CombinedOptimizer(KnownState):
 
 
 def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's kernel skips a step itself if a flag on the device is 1 (see `make_step`).
+    """Whether the optimizer's kernel itself skips a step if a flag on the device is 1 (see `make_step`).
 
-    Then the host reads the norm of the gradient after the step, together with the metrics: one wait for the device.
-    Otherwise it must read the norm before, because a step with a gradient that is not finite could not be undone.
+    If so, the host reads the gradient's norm after the step, together with the metrics, and so waits only once.
+    Otherwise the host must read the norm before the step, because a step with an infinite or NaN gradient could not
+    be undone.
     """
     return type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
 
@@ -160,8 +161,8 @@ def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
 def make_step(optimizer: torch.optim.Optimizer, rate: float, skipped: Tensor | None = None) -> None:
     """Step the optimizer with this learning rate. Raises ConfigError if torch cannot compile torchao's step.
 
-    skipped: a 0-D float32 tensor, only for an optimizer that `skips_by_flag`. With 1.0, weights and state stay as
-    they are; a parameter without state gets the state of `empty_state`.
+    skipped: a 0-D float32 tensor, only for optimizers for which `skips_by_flag` is true. If the tensor is 1.0,
+    weights and state do not change, but a parameter without state gets the state of `empty_state`.
     """
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # torchao's compiled step reads the rate from a tensor
@@ -174,12 +175,12 @@ def make_step(optimizer: torch.optim.Optimizer, rate: float, skipped: Tensor | N
         optimizer.step()
     except torch._dynamo.exc.TorchDynamoException as error:
         needed = f"torch.compile, which the step of torchao's adamw_8bit needs, fails here ({first_line(error)})"
-        fix = "expected adamw, or a C++ compiler that torch finds, on a GPU also Triton"
+        fix = "expected adamw, or a C++ compiler that torch finds and, on a GPU, Triton"
         raise ConfigError(_KEY, f"{needed}: {fix}") from error
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Return the state that the optimizer has for a parameter before its first step: all zeros."""
+    """Return the optimizer's state of a parameter before the first step: all zeros."""
     if isinstance(optimizer, KnownState):
         return optimizer.empty_state(parameter)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
@@ -197,8 +198,8 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str
 
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's state of one parameter as plain tensors, which share the memory of the state. An 8-bit
-    moment becomes two tensors: its codes, and one scale for each block of codes.
+    """Return the optimizer's state of one parameter as plain tensors, which share memory with the state. An 8-bit
+    moment becomes two tensors: the codes, and one scale for each block of codes.
     """
     eight_bits: Any = ()
     if "torchao" in sys.modules:
@@ -231,7 +232,8 @@ def _orthogonal_step(momentum: Tensor, rate: float) -> Tensor:
     matrices = [nn.Parameter(matrix) for matrix in change[None].flatten(0, -3)]
     for matrix, gradient in zip(matrices, momentum[None].flatten(0, -3), strict=True):
         matrix.grad = gradient
-    options: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
     if matrices:  # a process may have no expert
-        torch.optim.Muon(matrices, lr=rate, adjust_lr_fn="match_rms_adamw", **options).step()
+        torch.optim.Muon(
+            matrices, lr=rate, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
+        ).step()
     return change

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class OptimizerKind(Protocol):
-    """An entry of the group `stillhouse.optimizers`. A class of torch.optim.Optimizer whose state before the first
-    step is not that of torch's AdamW or Adafactor derives from `KnownState`.
+    """An entry of the group `stillhouse.optimizers`. An optimizer class derives from `KnownState` if its state before
+    the first step differs from the state of torch's AdamW and Adafactor.
 
     capabilities: `SHARDED` if the result is the same for a sharded and for an unsharded matrix, so that all layouts
-        are possible; `OFFLOADED` if weights and state may be in host memory.
+        are possible. `OFFLOADED` if weights and state may be in host memory.
     """
 
     capabilities: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def require(cls) -> None:
-        """Raise ValueError if the installed libraries cannot run it."""
+        """Raise ValueError if the installed libraries cannot run this optimizer."""
 
     @classmethod
     def make(cls, kinds: "Kinds", train: TrainConfig) -> "torch.optim.Optimizer":
@@ -48,7 +48,7 @@ class AdamW(OptimizerKind):
     def make(cls, kinds: "Kinds", train: TrainConfig) -> "torch.optim.Optimizer":
         import torch
 
-        # on a CPU, the fused kernel rounds in another way
+        # on a CPU, the fused kernel rounds differently
         fused = all(weight.is_cuda for weight in kinds) or None
         return torch.optim.AdamW(fused=fused, **adamw_options(kinds, train))
 
@@ -100,7 +100,7 @@ class Muon(OptimizerKind):
 
 
 def adamw_options(kinds: "Kinds", train: TrainConfig) -> dict[str, Any]:
-    """Return the arguments of all forms of AdamW."""
+    """Return the arguments that all variants of AdamW take."""
     from stillhouse.engine.optimizer import parameter_groups
 
     groups = parameter_groups(kinds, train)

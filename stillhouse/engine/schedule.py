@@ -11,13 +11,13 @@ from stillhouse.config import RolloutConfig, TrainConfig
 from stillhouse.data import PackedMicroBatches, PackedSequences
 from stillhouse.rollout import PromptPlan, PromptSource
 
-#: the schedule wsd (warm-up, stable, decay) decays in this last share of the steps after the warm-up
+#: with the schedule wsd (warm-up, stable, decay), the rate decays in this last part of the steps after the warm-up
 WSD_DECAY = 0.2
 
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """How the training data are split into steps of packed sequences, and each step into micro-batches."""
+    """The division of the training data into steps of packed sequences, and of each step into micro-batches."""
 
     steps: int
     total_sequences: int
@@ -50,8 +50,8 @@ def make_step_schedule(
 
 
 def micro_batch_capacity(train: TrainConfig, max_tokens: int, data_ranks: int = 1, stages: int = 1) -> int:
-    """Return the capacity of sequences that are micro-batches of their own. A data rank should get at least as many
-    micro-batches of a step as there are pipeline stages.
+    """Return the maximum number of tokens of a packed sequence that is one micro-batch. A data rank should get at
+    least as many micro-batches per step as the pipeline has stages.
     """
     return max(max_tokens, min(train.micro_batch_tokens, train.tokens_per_step // (data_ranks * stages)))
 
@@ -59,8 +59,8 @@ def micro_batch_capacity(train: TrainConfig, max_tokens: int, data_ranks: int = 
 def make_on_policy_schedule(
     train: TrainConfig, rollout: RolloutConfig, sources: Sequence[PromptSource], max_tokens: int, seed: int
 ) -> tuple[StepSchedule, PromptPlan]:
-    """Return the step schedule, in which a sequence is one sampled completion, and the prompt plan. `StepPacker`
-    forms the micro-batches. An epoch has as many generated prompts as all sources together.
+    """Return the step schedule and the prompt plan. In the schedule, a sequence is one sampled completion.
+    `StepPacker` forms the micro-batches. An epoch generates completions for as many prompts as all sources have.
     """
     weights = sum(source.weight for source in sources)
     samples = round(sum(source.weight * source.samples_per_prompt for source in sources) / weights, 6)
@@ -82,7 +82,7 @@ def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
     warmup = min(math.ceil(round(warmup, 6)), steps - 1)  # 0.07 of 100 steps is 7, not 7.000000000000001
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)  # 0 at the peak; 1 would be the step after the last
+    progress = (step - warmup) / max(1, steps - warmup)  # 0 at the peak; 1 one step after the last step
     heights = {  # between the minimum (0) and the peak (1)
         "constant": 1.0,
         "linear": 1.0 - progress,

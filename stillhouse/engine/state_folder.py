@@ -3,9 +3,9 @@
     student.<parameter>                   a weight or a buffer
     optimizer.state.<parameter>.<moment>  the optimizer's state, such as a moment of AdamW
     average.<parameter>                   the exponential moving average of a trained weight, if the run has one
-    random.<device>.<rank>                the state of a random generator; in a run of one process, without a rank
+    random.<device>.<rank>                a random generator's state; a run of one process has no rank here
 
-The files are those of PyTorch's distributed checkpoints (DCP), as safetensors.
+The files have the safetensors format of PyTorch's distributed checkpoints (DCP).
 """
 
 import warnings
@@ -62,7 +62,7 @@ def read_full(folder: Path, names: Iterable[str]) -> dict[str, Any]:
 def require_fit(
     path: Path, stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Any], is_complete: bool
 ) -> None:
-    """Raise ValueError, naming the first tensor of the checkpoint that does not fit the student.
+    """Raise ValueError with the name of the first tensor of the checkpoint that does not fit the student.
 
     DCP's own check ignores superfluous tensors, and its error is not an `Exception`. wanted: the tensors that this
     process will load. is_complete: this process has the full student, so a stored tensor that is not in `wanted` is
@@ -77,16 +77,16 @@ def require_fit(
         if there == here or not name.startswith(kinds):
             continue
         remedy = (
-            "expected the same student, and the same train.optimizer, that wrote the checkpoint; the weights of "
-            "a loss inside layers are of its layers in the section objective"
+            "expected the same student, and the same train.optimizer, that wrote the checkpoint; a loss inside "
+            "layers has weights for the layers in the section objective"
         )
-        # both states are Muon's, and only one of them has Muon's moment for the weight of this moment
+        # whether both states are Muon's, but only one of them has Muon's moment of this weight
         muons = f"{name.rpartition('.')[0]}{MUONS}"
         both = any(other.endswith(MUONS) and other in expected for other in shapes)
         if name.startswith(MOMENT) and both and (muons in shapes) != (muons in expected):
             remedy = (
-                "Muon changed other weights in the version that wrote the checkpoint, which took all weights with "
-                "two dims for matrices (now the module decides: biases of experts and norms of heads are none); "
+                "Muon changed other weights in the version that wrote the checkpoint, which treated all weights with "
+                "two dims as matrices (now biases of experts and norms of heads are not matrices); "
                 f"begin a new run with its weights: stillhouse export {path} --out FOLDER, then student.model=FOLDER"
             )
         difference = f"'{name}' is {there} in the checkpoint and {here} in the run"

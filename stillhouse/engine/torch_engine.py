@@ -106,7 +106,7 @@ class TorchState:
         stored = stored_tensors(folder)
         self.optimizer.state.clear()
         for name, parameter in self._trained().items():
-            if name not in without_moments:  # zeros, which DCP reads into
+            if name not in without_moments:  # DCP reads into these zeros
                 self.optimizer.state[parameter] = empty_state(self.optimizer, parameter)
         updated = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         assert self.optimizer.state.keys() <= updated, "an optimizer of weights that FSDP gathered, not of shards"
@@ -123,8 +123,8 @@ class TorchState:
 
     def student_weights(self) -> dict[str, Any]:
         """Return this rank's parameters and buffers of the student. A tied head has the embedding's name. If the
-        student has an adapter, frozen parameters are left out, because the base model's files have them. So are the
-        scales of quantized ones, whose names begin with those of their weights.
+        student has an adapter, the result has no frozen parameters, because the base model's files have them. It also
+        has no scales of quantized parameters; the name of a scale begins with the name of its weight.
         """
         weights: dict[str, Any] = {}
         for student in self.runner.decoders:
@@ -163,7 +163,7 @@ class TorchState:
         return sorted({name for rank_names in self.runner.ranks.gather(names) for name in rank_names})
 
     def _averages(self) -> dict[str, Tensor]:
-        """Return the averages of this rank's trained weights; of a tied weight, the average of its first copy."""
+        """Return the averages of this rank's trained weights. A tied weight has the average of its first copy."""
         averages: dict[str, Tensor] = {}
         for name, value in ({} if self.average is None else self.average.tensors).items():
             averages.setdefault(f"{AVERAGE}{self.runner.shared_name(name)}", value)
@@ -191,7 +191,7 @@ class TorchState:
 
     def _restore(self, tensors: Mapping[str, Any]) -> None:
         """Restore the random generators, and the second copies of tied weights with their moments and averages.
-        tensors: those that DCP has read. DCP has already restored everything else in place.
+        tensors: the tensors that DCP has read. DCP has already restored all other state in place.
         """
         runner, parameters = self.runner, self._trained()
         for name, value in ({} if self.average is None else self.average.tensors).items():
@@ -219,7 +219,7 @@ class TorchState:
         return [name for name, value in tensors if value.is_floating_point() and not local(value).isfinite().all()]
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """Return this rank's trained parameters by their names in a checkpoint; of a tied weight, the first copy."""
+        """Return this rank's trained parameters by their names in a checkpoint. A tied weight is its first copy."""
         parameters: dict[str, nn.Parameter] = {}
         for name, parameter in self.runner.named_parameters():
             if parameter.requires_grad:

@@ -9,8 +9,7 @@ The functions return q·h instead of h: −p/q overflows where q underflows, but
 Over complete distributions Σ(q − p) is 0. So adding c (q − p) to f, and c to h, changes neither D nor its gradient,
 for any constant c. Each divergence in `divergences.py` names a c with which f is never negative, and f and h are 0
 where p = q. With this c, a small divergence is a sum of small numbers. So it keeps its digits where student and
-teacher are close and both give one token a probability near 1 (`numerics.py`). The pass sums these "balanced"
-functions:
+teacher are close and both give one token a probability near 1 (`numerics.py`). The pass sums these functions:
 
     balanced        f + c (q − p)
     balanced_slope  q (h + c)
@@ -20,7 +19,7 @@ signal with the tail "drop") use them, because such sums depend on c.
 
 All inputs are log-probabilities. A probability of zero is a log-probability of −inf: 0·log 0 is 0 here, never NaN,
 and a divergence that is truly infinite (forward KL where the teacher has mass and the student has none) is inf.
-Autograd can differentiate all functions; `reference.py` uses that, and the tests compare the slopes with it.
+Autograd can differentiate all functions. `reference.py` uses autograd, and tests compare the slopes with its results.
 """
 
 from abc import abstractmethod
@@ -45,10 +44,10 @@ class Pivot(NamedTuple):
 class Sides(NamedTuple):
     """The probabilities of teacher and student for a set of outcomes, elementwise.
 
-    ratio: log(q/p). It may have more correct digits than log_q − log_p, and be NaN where p = q = 0: use it only in
-        products with a probability (`expect`).
-    pivot: an outcome whose h is subtracted from every h by those divergences whose h is large where p and q are close
-        and near 1. Over complete distributions this does not change the gradient, whichever outcome is the pivot.
+    ratio: log(q/p). It may have more correct digits than log_q − log_p. It may be NaN where p = q = 0, so use it only
+        in products with a probability (`expect`).
+    pivot: an outcome. Divergences whose h is large where p and q are close and near 1 subtract the pivot's h from
+        every h. Over complete distributions this does not change the gradient, for any pivot.
     """
 
     log_p: Tensor
@@ -60,7 +59,7 @@ class Sides(NamedTuple):
 
 
 def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Pivot | None = None) -> Sides:
-    """ratio: log(q/p); None: computed as log q − log p."""
+    """ratio: log(q/p). If it is None, log q − log p is used."""
     ratio = log_ratio(log_q, log_p) if ratio is None else ratio
     return Sides(log_p, log_q, log_p.exp(), log_q.exp(), ratio, pivot)
 
@@ -68,7 +67,6 @@ def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Pivo
 @dataclass(frozen=True, eq=False)
 class Divergence(Parameters):
     """D(p, q) as two pointwise functions. Sums and positive multiples of divergences are divergences.
-
     A subclass is a frozen dataclass. Its fields are the divergence's parameters.
     """
 
@@ -124,7 +122,7 @@ class KullbackLeibler(Divergence):
 
 @dataclass(frozen=True)
 class WeightedSum(Divergence):
-    """Σ c_i D_i with every c_i > 0: values and slopes add."""
+    """Σ c_i D_i with every c_i > 0. Its value and slope are the same sums of the parts' values and slopes."""
 
     parts: tuple[tuple[float, Divergence], ...]
 

@@ -1,7 +1,7 @@
 """The divergences, one class each, and the table of their names.
 
-E(a, b) = a log(a/b) + b − a. p, q, f, h and the constant c are those of `divergence.py`. In the docstrings here,
-f* = f + c (q − p), and r = log(q/p).
+E(a, b) = a log(a/b) + b − a. p, q, f, h and the constant c are defined in `divergence.py`. The docstrings here use
+f* = f + c (q − p) and r = log(q/p).
 
 Sources: Jensen–Shannon with a weight: GKD (arXiv 2306.13649); skewed KL: DistiLLM (arXiv 2402.03898).
 """
@@ -163,11 +163,11 @@ class AlphaBeta(AlphaBetaParameters, Divergence):
         α + β = 0          Σ ((p/q)^α − 1 − α log(p/q)) / α²
         α = β = 0          ½ Σ log²(q/p)
 
-    (1, 0) is forward KL, (0, 1) reverse KL (ABKD, equation 3). It is an f-divergence only for α + β = 1; for other
-    sums, merging outcomes may increase it. A negative exponent raises ValueError, because one probability of zero
-    would make the divergence infinite. Only α + β = 0 allows a negative exponent: the divergence is then finite if
-    all logits are finite and (p/q)^α does not overflow. Near a limiting case (α = 0, β = 0 or α + β = 0), the result
-    loses digits: use the limit itself.
+    (α, β) = (1, 0) is forward KL, (0, 1) is reverse KL (ABKD, eq. 3). It is an f-divergence only for α + β = 1. For
+    other α + β, merging outcomes may increase it. A negative exponent raises ValueError, because one probability of
+    zero would make the divergence infinite. Only α + β = 0 allows a negative exponent: the divergence is then finite
+    if all logits are finite and (p/q)^α does not overflow. Near a limiting case (α = 0, β = 0 or α + β = 0), the
+    result loses digits: use the limiting case itself.
     """
 
     def balanced(self, pair: Sides) -> Tensor:
@@ -198,9 +198,8 @@ class AlphaBeta(AlphaBetaParameters, Divergence):
         return torch.where(near, close, far) / (alpha * beta)
 
     def balanced_slope(self, pair: Sides) -> Tensor:
-        """q·h with h = q^(α+β−1) (1 − (p/q)^α) / α; for α + β > 1, q·(h − the pivot's h).
-
-        Without this subtraction, the slope of an outcome with a probability near 1 would outweigh all other slopes.
+        """q·h with h = q^(α+β−1) (1 − (p/q)^α) / α; for α + β > 1, q·(h − the pivot's h). Without this subtraction,
+        the slope of an outcome with a probability near 1 would outweigh all other slopes.
         """
         alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
         if total == 0:
@@ -209,7 +208,7 @@ class AlphaBeta(AlphaBetaParameters, Divergence):
         if alpha == 0:
             slope = expect(_power(pair.log_q, beta), pair.ratio)
         else:
-            # with β·log q, 0·log 0 would be NaN for β = 0
+            # for β = 0, the product β·log q is omitted, because it is NaN for q = 0
             log_product = alpha * pair.log_p + beta * pair.log_q if beta else alpha * pair.log_p
             power_q = pair.q if total == 1 else _power(pair.log_q, total)
             slope = difference(log_product.exp(), power_q, alpha * pair.ratio) / alpha

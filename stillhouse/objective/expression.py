@@ -4,16 +4,16 @@
     0.9*forward_kl + 0.1*skew_reverse_kl(alpha=0.1)
     policy_gradient(clip_low=0.2, surrogate=cispo) + 0.1*sampled_kl(k3)
 
-The names are those of divergences (`parameters.py`), `cross_entropy(label_smoothing=…)`, `z_loss` and `entropy` (an
-entropy bonus has a negative coefficient). All divergences of the sum become one term, whose name in metrics is the
-divergences' expression.
+A name is a divergence (`parameters.py`), `cross_entropy(label_smoothing=…)`, `z_loss` or `entropy` (an entropy bonus
+has a negative coefficient). All divergences of the sum become one term. Its name in metrics is their expression.
 
 Two more terms train on sampled tokens of a batch of rollouts: `sampled_kl(k2)` or `sampled_kl(k3)`, and
-`policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `parameters.py`. There, cross-entropy and
-z-loss count at the other tokens. Divergences and the entropy are exact for any token, so they count at all tokens.
+`policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `parameters.py`. In such a batch,
+cross-entropy and z-loss count only at the other tokens. Divergences and the entropy are exact for any token, so they
+count at all tokens.
 
 Python's own parser reads the text. Only sums, products with a number, names, and calls with literal arguments are
-accepted; nothing is evaluated. An argument is a number, or a word for the arguments that take one, such as k3.
+accepted; nothing is evaluated. Most arguments are numbers, and some are words, such as k3.
 
 This file needs no torch, so that a misspelt loss is refused before torch is imported.
 """
@@ -48,9 +48,8 @@ REMOVED = ("acceptance", "uld")
 
 @dataclass(frozen=True)
 class Summand:
-    """One summand: `coefficient * name(*arguments, **keywords)`.
-
-    place: where it is in the expression, in words; "" if the expression is this summand alone.
+    """One summand: `coefficient * name(*arguments, **keywords)`. place: the summand's position in the expression, in
+    words; "" if there is no other summand.
     """
 
     coefficient: float
@@ -60,10 +59,8 @@ class Summand:
     place: str = field(default="", compare=False)
 
     def call(self, make: Callable[..., Made], example: str = "") -> Made:
-        """Call `make` with the arguments. Raises its ValueError, or one for a wrong number or name of arguments, with
-        the summand's place.
-
-        example: valid arguments, which the message shows if an argument is missing.
+        """Call `make` with the arguments. Raises ValueError, with the summand's place, if `make` raises one, and for
+        a wrong number or name of arguments. example: valid arguments for the message about a missing argument.
         """
         signature = inspect.signature(make)
         try:
@@ -83,9 +80,8 @@ class Summand:
 
 
 def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summand]:
-    """Return the summands of an expression, in order. Raises ValueError that quotes the invalid part of the text.
-
-    take_words: for each name with such arguments, the keywords of arguments that are words; "*": all positional ones.
+    """Return the summands of an expression, in order. Raises a ValueError that quotes the invalid part of the text.
+    take_words: by name, the keywords of the arguments that are words; "*" stands for all positional arguments.
     """
     text = text.strip()
     try:
@@ -102,7 +98,7 @@ def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summa
 
 
 def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[dict[str, Any], list[Summand]]:
-    """Return the fields of `ObjectiveSpec` that an expression sets, without the divergence; and the divergences.
+    """Return an expression's fields of `ObjectiveSpec`, except the divergence, and its divergences.
 
     kinds: the divergences that the text may name.
 
@@ -128,7 +124,7 @@ def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[d
         if name not in ARGUMENTS and (summand.arguments or summand.keywords):
             raise ValueError(f"{name} takes no arguments (in {text!r}); write coefficient*{name}")
     if "z_loss" in others and "cross_entropy" not in others:
-        raise ValueError(f"z_loss without cross_entropy in {text!r}: expected both, it steadies the cross-entropy")
+        raise ValueError(f"z_loss without cross_entropy in {text!r}: expected both, it stabilises cross_entropy")
     fields: dict[str, Any] = {name: summand.coefficient for name, summand in others.items()}
     for summand in divergences:
         kind = kinds[summand.name]
@@ -142,9 +138,8 @@ def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[d
 def unknown_name(
     summand: Summand, kinds: DivergenceKinds, others: Mapping[str, Iterable[str]] = MappingProxyType({})
 ) -> ValueError:
-    """Return a ValueError for a summand with an unknown name; its message suggests the nearest known name.
-
-    others: known names that are not divergences, each with the synonyms that other projects use.
+    """Return a ValueError for a summand with an unknown name; its message suggests the nearest known name. others:
+    known names that are not divergences, each with the synonyms that other projects use.
     """
     if summand.name.lower() in REMOVED:
         return ValueError(

@@ -6,8 +6,8 @@ head. All of this happens in forward, so backward only multiplies by the incomin
 twice. Over vocabulary shards, each rank does this for its own rows, and an all-gather per chunk (or two, for some
 divergences) collects every rank's sums for each token, while the next chunk's products run.
 
-The inputs are checked first; each failure is a ValueError. The values of a tensor are checked only on a CPU: on a
-GPU, the check would have to wait.
+The inputs are checked first, and each failure is a ValueError. The values of a tensor are checked only on a CPU,
+because on a GPU the check would have to wait.
 
 T tokens, C rows of a chunk, D student width, V vocabulary (of this rank).
 """
@@ -68,13 +68,13 @@ def linear_objective(
 ) -> ObjectiveOutput:
     """Compute a weighted sum of terms from hidden states [T, D] and the head, differentiable in both.
 
-    weights_T: weight per token (None: 1). Rows of weight 0 contribute nothing and may contain any values, also NaN.
-        The same is true for rows that every term excludes, by the term's own weight or by a negative label.
-    normalizer: divides the sum; the optimizer step's global count of tokens with a non-zero weight.
-    valid_index: the rows with a non-zero weight, int64, each row once; the pass computes only these rows. None: the
-        pass finds them if weights_T is on a CPU; otherwise it computes all rows, since the CPU would have to wait
-        for the GPU to find them.
-    chunk_tokens: rows of a tile; None: chosen by a memory budget. Results do not depend on it.
+    weights_T: a weight per token, by default 1. Rows of weight 0 contribute nothing and may contain any values, even
+        NaN. The same is true for rows that every term excludes, by the term's own weight or by a negative label.
+    normalizer: the divisor of the sum: the optimizer step's global number of tokens with a non-zero weight.
+    valid_index: the rows with a non-zero weight, int64, each row once; the pass computes only these rows. Without it,
+        the pass finds these rows if weights_T is on a CPU. If weights_T is on a GPU, the pass computes all rows,
+        because the CPU would have to wait for the GPU to find them.
+    chunk_tokens: the rows of a tile. If it is None, a memory budget determines them. Results do not depend on it.
 
     Over a sharded head, all ranks call this with the same tokens, terms and options. They get the same loss and
     metrics, and each rank gets the weight's gradient for its own rows. Collectives of a chunk: one all-gather of a
@@ -104,9 +104,9 @@ def routed_objective(
 ) -> ObjectiveOutput:
     """Compute `linear_objective` where different rows have different terms, such as those of different teachers.
 
-    groups: (rows, terms) of each group; the rows are int64 (None: all); no row is in two groups. The pass requests
-    the next group only when it no longer needs the previous group's terms. All groups add to the same gradients.
-    The other arguments are those of `linear_objective`.
+    groups: (rows, terms) of each group. The rows are int64, or None for all rows. No row is in two groups. The pass
+    requests the next group only when it no longer needs the previous group's terms. All groups add to the same
+    gradients. The other arguments are the same as in `linear_objective`.
 
     Raises ValueError without a group, and all ValueErrors of `linear_objective`.
     """
@@ -136,7 +136,7 @@ def logits_objective(
 ) -> ObjectiveOutput:
     """Compute a weighted sum of terms from logits [T, V], with a gradient of the same size in memory.
 
-    shard: the vocabulary's columns that the logits contain; None: all columns.
+    shard: the columns of the vocabulary that the logits contain, or None for all columns.
     """
     leaves: Leaves = {"logits_TV": logits_TV}
     check_leaves(leaves)
@@ -155,7 +155,7 @@ def _objective(
     normalizer: float | Tensor,
     chunk_tokens: int | None,
 ) -> ObjectiveOutput:
-    """provide: returns the provider of logits for the terms, which adds to the gradients (None: to new ones)."""
+    """provide: returns the provider of logits for the terms. It adds to these gradients, or to new ones for None."""
     tokens = len(_first_leaf(leaves)[1])
     totals, gradients = None, None
     for index, terms in groups:
@@ -213,7 +213,7 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True: the graph would contain these gradients as constants
             raise RuntimeError("an objective has no second derivative: call backward without create_graph")
-        (factor,) = ctx.saved_tensors  # a second backward without retain_graph ends here
+        (factor,) = ctx.saved_tensors  # a second backward without retain_graph fails here
         factor = factor * grad_loss
         gradients, dtypes = ctx.gradients, list(ctx.dtypes)
         # if no second backward follows, multiply in place, because a copy would be as large as the weight
@@ -294,26 +294,29 @@ def _check_pass(
         if name != "normalizer" and constant.device.type == "cpu" and not constant.isfinite().all():
             raise ValueError(f"{name} holds NaN or infinity: expected finite weights, 0 for rows that do not count")
     if valid_index is not None:
-        if valid_index.dim() != 1 or valid_index.dtype != torch.int64:
-            raise ValueError(
-                f"valid_index of shape {tuple(valid_index.shape)} and dtype {valid_index.dtype}: expected row "
-                "numbers, one dim of int64 (a mask's are mask.nonzero()[:, 0])"
-            )
-        _check_has_data("valid_index", valid_index)
-    if valid_index is not None and valid_index.device.type == "cpu" and len(valid_index):
-        lowest, highest = int(valid_index.min()), int(valid_index.max())
-        if lowest < 0 or highest >= tokens:
-            raise ValueError(f"valid_index holds rows {lowest} to {highest}: expected rows from 0 to {tokens - 1}")
-        # a repeated row would count twice in the loss and the head's gradient, but once in the hidden states'
-        if repeated := len(valid_index) - len(valid_index.unique()):
-            raise ValueError(
-                f"valid_index holds {repeated} of its {len(valid_index)} rows again: expected each row once"
-            )
+        _check_index(valid_index, tokens)
     is_on_device = isinstance(normalizer, Tensor) and normalizer.device.type != "cpu"
     if not is_on_device and not 0 < float(normalizer) < math.inf:
         raise ValueError(f"normalizer={normalizer}: expected the positive number of valid tokens of the whole step")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: expected 1 or more, or None to pick by memory")
+
+
+def _check_index(valid_index: Tensor, tokens: int) -> None:
+    if valid_index.dim() != 1 or valid_index.dtype != torch.int64:
+        raise ValueError(
+            f"valid_index of shape {tuple(valid_index.shape)} and dtype {valid_index.dtype}: expected row numbers, "
+            "one dim of int64 (a mask's are mask.nonzero()[:, 0])"
+        )
+    _check_has_data("valid_index", valid_index)
+    if valid_index.device.type != "cpu" or not len(valid_index):
+        return
+    first, last = int(valid_index.min()), int(valid_index.max())
+    if first < 0 or last >= tokens:
+        raise ValueError(f"valid_index holds rows {first} to {last}: expected rows from 0 to {tokens - 1}")
+    # a repeated row would count twice in the loss and the head's gradient, but once in the hidden states' gradient
+    if repeated := len(valid_index) - len(valid_index.unique()):
+        raise ValueError(f"valid_index holds {repeated} of its {len(valid_index)} rows again: expected each row once")
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -20,9 +20,9 @@ from stillhouse.objective.vocab import VocabShard, check_shard, rows_of
 class OutputHead:
     """The tensors that compute logits from hidden states. The head module creates this object inside its forward.
 
-    `shard`: which rows of the global head are in `weight_VD` and `bias`. None: all rows.
+    `shard`: the rows of the global head that are in `weight_VD` and `bias`, or None for all rows.
     `vocab_size`: the number of real rows of the global head; the rows after them are padding and get no probability.
-    None: all rows are real, as in Hugging Face's own loss.
+    If it is None, all rows are real, as in the loss of Hugging Face's models.
     """
 
     weight_VD: Tensor
@@ -78,7 +78,7 @@ def common_vocabulary(heads: Sequence[OutputHead], logit_columns: int | None = N
     """
     stated = {head.vocab_size for head in heads if head.vocab_size is not None}
     if len(stated) > 1:
-        raise ValueError(f"the heads state different vocabularies: vocab_size {sorted(stated)}; expected one number")
+        raise ValueError(f"the heads have different vocabularies: vocab_size {sorted(stated)}; expected one number")
     rows = [head.rows for head in heads] + ([] if logit_columns is None else [logit_columns])
     if stated and min(stated) > min(rows):
         raise ValueError(
@@ -150,9 +150,8 @@ class Projection:
             self._add_product(total_VD[panel], operand_CV[:, panel].t(), hidden_CD)
 
     def _aligned_panels(self) -> list[slice]:
-        """Return the vocabulary, on a GPU as a multiple of `ALIGNED` rows and the few rows after it.
-
-        On an H100, the product for logits took seven times as long with 151,665 rows as with 151,936 (docs/gpu.md).
+        """Return the vocabulary as slices: on a GPU, a multiple of `ALIGNED` rows, and the few rows after them. On an
+        H100, the product for logits took seven times as long with 151,665 rows as with 151,936 (docs/gpu.md).
         """
         rows = len(self.weight_VD)
         border = rows // ALIGNED * ALIGNED
@@ -176,7 +175,7 @@ class Projection:
 
 
 def operand_dtype(hidden: Tensor, weight_VD: Tensor) -> torch.dtype:
-    """Return the dtype in which torch would multiply the two, autocast included."""
+    """Return the dtype in which torch would multiply the two tensors, with autocast if it is on."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(device)

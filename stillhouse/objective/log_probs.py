@@ -1,8 +1,8 @@
-"""Log-probabilities of given tokens: the student's, differentiable, and a teacher's, from any signal that has them.
+"""The student's differentiable log-probabilities of given tokens, and a teacher's, from any signal that has them.
 
 In an objective over sequences (a sum before an exponential, a mean over a group), the gradient at one token depends
 on all tokens, so forward cannot compute it chunk by chunk. Therefore forward saves only its inputs, and backward
-projects each chunk a second time. A dense teacher's hidden states are projected in chunks, without a gradient: if the
+projects each chunk a second time. A dense teacher's hidden states are projected in chunks, without a gradient. If the
 objective also has a divergence from the same teacher, this teacher's logits are computed twice.
 
 T tokens, D width, V vocabulary, K ids per token.
@@ -93,9 +93,9 @@ def teacher_log_probs(
     """Return the teacher's log p of labels_T at a temperature, [T], at least float32; 0 at a negative label.
 
     signal: `FullVocab`, `DenseLogits`, `Mixture`, or a `TopK` or `Chosen` whose ids include the label.
-    vocabulary: the number of tokens with a probability (`common_vocabulary`); None: all tokens of the teacher.
+    vocabulary: the number of tokens with a probability (`common_vocabulary`), or None for all tokens.
     shard: the student's shard; needed if `DenseLogits` have only this rank's columns.
-    valid_index: the rows to compute; must include all rows with a label. None: as in `linear_objective`.
+    valid_index: the rows to compute, among them all rows with a label. For None, see `linear_objective`.
 
     Collectives: one all-gather per chunk for each `FullVocab` with a sharded head, also in a `Mixture`, and for each
     `DenseLogits` with only this rank's columns. All ranks get the same numbers.
@@ -119,26 +119,16 @@ def teacher_log_probs(
             logits_TV, shard = _real_columns(signal.logits_TV, vocabulary, shard)
             return logits_objective(logits_TV, terms, shard=shard, weights_T=weights_T).per_token["log_prob"]
         case Mixture():
-            options: dict[str, Any] = {"vocabulary": vocabulary, "shard": shard, "valid_index": valid_index}
             parts = [
-                log_weight + teacher_log_probs(member, labels_T, temperature, **options)
+                log_weight
+                + teacher_log_probs(
+                    member, labels_T, temperature, vocabulary=vocabulary, shard=shard, valid_index=valid_index
+                )
                 for member, log_weight in zip(signal.signals, signal.log_weights, strict=True)
             ]
             return torch.logsumexp(torch.stack(parts), 0).masked_fill(labels_T < 0, 0.0)
         case SparseSignal():
-            has_label_T = labels_T >= 0
-            is_label_TK = (signal.ids_TK == labels_T[:, None]) & has_label_T[:, None]
-            missing_T = has_label_T & ~is_label_TK.any(1)
-            if bool(missing_T.any()):
-                raise ValueError(
-                    f"{type(signal).__name__} with {signal.ids_TK.shape[1]} ids per row: at {int(missing_T.sum())} "
-                    f"of {int(has_label_T.sum())} rows the sampled token is not among them; expected top_k with the "
-                    "actual token (a server gives its log-probability beside the top ones), or another loss: a "
-                    "divergence such as reverse_kl needs only the ids that are there"
-                )
-            # if a row repeats the id, argmax gives its first position
-            log_p_T = signal.log_probs_TK.gather(1, is_label_TK.byte().argmax(1, keepdim=True))[:, 0]
-            return log_p_T.to(torch.promote_types(log_p_T.dtype, torch.float32)).masked_fill(~has_label_T, 0.0)
+            return _sparse_log_probs(signal, labels_T)
     raise ValueError(
         f"{type(signal).__name__} does not give the probability of a certain token: expected FullVocab, DenseLogits, "
         "a Mixture of them, or TopK or Chosen with the sampled token among the ids; sampled_kl and "
@@ -161,6 +151,22 @@ def _real_columns(
     rows, vocabulary = shard.stop - shard.start, shard.rows if vocabulary is None else vocabulary
     start, stop = shard.within(vocabulary)
     if columns not in (rows, stop - start):
-        expected = f"those of this rank, {rows}, or of all ranks, {vocabulary}"
+        expected = f"{rows} (this rank's columns) or {vocabulary} (the columns of all ranks)"
         raise ValueError(f"teacher logits over {columns} tokens: expected {expected}")
     return pad(logits_TV[:, : stop - start], (0, rows - (stop - start)), value=-torch.inf), shard
+
+
+def _sparse_log_probs(signal: SparseSignal, labels_T: Tensor) -> Tensor:
+    has_label_T = labels_T >= 0
+    is_label_TK = (signal.ids_TK == labels_T[:, None]) & has_label_T[:, None]
+    missing_T = has_label_T & ~is_label_TK.any(1)
+    if bool(missing_T.any()):
+        raise ValueError(
+            f"{type(signal).__name__} with {signal.ids_TK.shape[1]} ids per row: at {int(missing_T.sum())} of "
+            f"{int(has_label_T.sum())} rows the sampled token is not among them; expected top_k with the actual "
+            "token (a server gives its log-probability beside the top ones), or another loss: a divergence such as "
+            "reverse_kl needs only the ids that are there"
+        )
+    # if a row repeats the id, argmax gives its first position
+    log_p_T = signal.log_probs_TK.gather(1, is_label_TK.byte().argmax(1, keepdim=True))[:, 0]
+    return log_p_T.to(torch.promote_types(log_p_T.dtype, torch.float32)).masked_fill(~has_label_T, 0.0)

@@ -20,7 +20,7 @@ CHUNK_TOKENS = "chunk_tokens"
 #: the key of the sum of the rows' weights; `StepLoss` adds it to the metrics
 WEIGHTS = "weights"
 
-# keys of the float32 `per_token` tensors of a micro-batch of rollouts; a row's value is about the token it predicts
+# keys of the float32 `per_token` tensors of a batch of rollouts; a row's value is about the token that it predicts
 #: the advantage of the token
 ADVANTAGES = "advantages"
 #: the log-probability of the token when it was sampled, at the sampling temperature
@@ -29,7 +29,7 @@ OLD_LOG_PROBS = "old_log_probs"
 SAMPLING = "sampling"
 #: 1 if the student's policy sampled the token, 0 if it comes from the dataset or a teacher
 IS_SAMPLED = "is_sampled"
-#: the version of the weights that generated the token; −1 if no model of the run did
+#: the version of the weights that generated the token; −1 if no model of the run generated it
 POLICY_VERSION = "policy_version"
 
 
@@ -43,9 +43,9 @@ def unique_names(terms: Sequence[Term]) -> list[str]:
 class StatisticKeys:
     """The keys of the terms' statistics. The second term of a class gets the suffix "#2" or the next free number.
 
-    A term's label follows the names of its statistics, and only terms with this label are numbered together. If some
-    distillation term has a label, and all of them have the same temperature and no `weights_T`, then only the first
-    of them reports the student's entropy, which does not depend on the teacher, without a label.
+    A term's label follows the names of its statistics, and only terms with this label are numbered together. The
+    student's entropy does not depend on the teacher. So if a distillation term has a label, and all distillation
+    terms have the same temperature and no `weights_T`, only the first of them reports this entropy, without a label.
     """
 
     def __init__(self, terms: Sequence[Term], names: Sequence[str]):
@@ -62,7 +62,7 @@ class StatisticKeys:
         self.share_entropy = list(distilled) if one_entropy and is_labelled else []
 
     def key(self, position: int, name: str) -> str | None:
-        """Return the key of the statistic `name` of the term at `position`; None: an earlier term reports it."""
+        """Return the key of the statistic `name` of the term at `position`, or None if an earlier term reports it."""
         label = self.labels[position]
         if name == "student_entropy" and position in self.share_entropy:
             if position != self.share_entropy[0]:

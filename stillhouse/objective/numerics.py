@@ -85,7 +85,6 @@ def finite(reference: Tensor) -> Tensor:
 
 def log_sum_exp(largest: Tensor, others: Tensor) -> Tensor:
     """log Σ e^l where all e^l ≤ 1. largest: the number of terms that are 1. others: the sum of the other terms.
-
     `others` is separate, because it may be as small as 1e-6, and would lose its digits in a sum with 1.
     """
     return torch.log1p(others + (largest - 1))
@@ -108,9 +107,9 @@ def interpolation(p: Tensor, q: Tensor, weight: float) -> Tensor:
 def interpolation_logs(log_p: Tensor, log_q: Tensor, ratio: Tensor, weight: float) -> tuple[Tensor, Tensor]:
     """log(m/p) and log(m/q) for m = weight·p + (1 − weight)·q and ratio = log(q/p).
 
-    If `weight` is near 0 or 1, one of them is small and needs full precision, so both are computed from the ratio
-    alone. For other weights, this is done only where p and q are close. Elsewhere they are computed from log m, which
-    has the same rounding error as log p and log q.
+    If `weight` is near 0 or 1, one of the two logs is small and needs full precision, so both are computed from the
+    ratio alone. For other weights, this is done only where p and q are close. Elsewhere both are computed from log m,
+    which has the same rounding error as log p and log q.
     """
     if not 0.05 <= weight <= 0.95:
         return _log_one_plus(1 - weight, ratio), _log_one_plus(weight, -ratio)

@@ -1,8 +1,8 @@
-"""The parameters that an expression can set, with their allowed values: those of divergences and policy gradients.
+"""The parameters of divergences and policy gradients that an expression can set, with their allowed values.
 
-Needs no torch, so that a command refuses a misspelt loss before it imports torch. `divergences.py` has the maths of
-each divergence, and `PolicyGradient` in `sampled_terms.py` that of policy gradients. The entry points of the group
-`stillhouse.divergences` refer to these classes.
+This file needs no torch, so that a command refuses a misspelt loss before it imports torch. `divergences.py` has the
+maths of each divergence, and `PolicyGradient` in `sampled_terms.py` has the maths of policy gradients. The entry
+points of the group `stillhouse.divergences` refer to these classes.
 """
 
 import math
@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 class Definition(NamedTuple):
     """The texts about a divergence for expressions, error messages and docs/objective.md.
 
-    name: its name in expressions and metrics. value, slope: formulas of f, and of h up to a constant.
+    name: the divergence's name in expressions and metrics. value, slope: formulas of f, and of h up to a constant.
     domain: the allowed parameters. infinite: which probabilities of zero make the divergence infinite.
-    example: example parameters, if it has required ones. synonyms: other projects' names for it.
+    example: example parameters, if some are required. synonyms: other projects' names for the divergence.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Parameters(ABC):
 
     @classmethod
     def divergence(cls) -> Any:
-        """The `Divergence` class of another package, with the maths. `DIVERGENCES` has those of this one."""
+        """Return the `Divergence` class of another package. `DIVERGENCES` has the classes of this package."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class JensenShannonParameters(Parameters):
     normalized: bool = False
 
     def __post_init__(self) -> None:
-        self.require(0 < self.beta < 1, "it is 0 at both ends: use forward_kl or reverse_kl, normalized=True near by")
+        self.require(0 < self.beta < 1, "it is 0 there: use forward_kl, reverse_kl, or normalized=True near 0 or 1")
         if self.normalized not in (True, False):
             raise ValueError(f"jsd(normalized={self.normalized}): expected True or False")
 
@@ -144,7 +144,7 @@ class AlphaBetaParameters(Parameters):
 
 #: parameters of divergences by their names in expressions
 DivergenceKinds = Mapping[str, type[Parameters]]
-#: those of this package. A run's configuration also knows those that other packages register
+#: the parameters of this package's divergences. A run's configuration also knows those of other packages
 PARAMETERS: DivergenceKinds = {
     kind.definition.name: kind
     for kind in (
@@ -177,9 +177,9 @@ RatioOf = Literal["token", "sequence"]
 @dataclass(frozen=True)
 class PolicySettings:
     """clip_low, clip_high: the limits of the surrogates clip and cispo; a limit that is not given is 0.2.
-    dual_clip: a number above 1: the bound of the surrogate clip at negative advantages. None: no bound.
-    surrogate: None is "clip" if a limit or dual_clip is given, and "corrected" otherwise.
-    ratio: the probability ratio of a token: its own, or the geometric mean over its sequence (GSPO).
+    dual_clip: the bound of the surrogate clip at negative advantages, a number above 1, or None for no bound.
+    surrogate: None means "clip" if a limit or dual_clip is given, and "corrected" otherwise.
+    ratio: whether a token has its own probability ratio, or the geometric mean over its sequence (GSPO).
     kl_scale: the factor of the penalty e^r − 1 − r with r = log p(y) − log q(y) (GRPO); p is the teacher.
 
     Raises ValueError for values out of range, and for arguments that have no effect together.
@@ -206,19 +206,19 @@ class PolicySettings:
                 raise _refused(name, getattr(self, name), f"one of {', '.join(words)}")
         if self.surrogate == "corrected" and self._limits:
             name, value = next(iter(self._limits.items()))
-            raise _refused(name, value, "surrogate=clip or cispo: corrected has no limits but rollout.limit")
+            raise _refused(name, value, "surrogate=clip or cispo: the only limit of corrected is rollout.limit")
         if self.dual_clip is not None and self.kind != "clip":
             expected = f"none: the gradient of surrogate={self.kind} is bounded already"
             raise _refused("dual_clip", self.dual_clip, expected)
 
     @property
     def kind(self) -> Surrogate:
-        """The surrogate."""
+        """The surrogate, or its default."""
         return self.surrogate or ("clip" if self._limits else "corrected")
 
     @property
     def clips(self) -> tuple[float, float]:
-        """clip_low and clip_high, with their default."""
+        """clip_low and clip_high, or their default."""
         return 0.2 if self.clip_low is None else self.clip_low, 0.2 if self.clip_high is None else self.clip_high
 
     @property
@@ -227,9 +227,8 @@ class PolicySettings:
         return {name: value for name, value in limits.items() if value is not None}
 
     def in_words(self, corrected: str) -> str:
-        """Return the words about the ratio and the penalty, which follow those about the advantage.
-
-        corrected: the words of the importance correction, for the surrogate that has one.
+        """Return the words about the ratio and the penalty, for a place after the words about the advantage.
+        corrected: the words about the importance correction, for the surrogate "corrected".
         """
         ratio = "ratio" if self.ratio == "token" else "ratio of each sequence"
         (low, high), words = self.clips, corrected.replace("ratio", ratio, 1)
@@ -252,7 +251,7 @@ def policy_fields(
 ) -> dict[str, Any]:
     """Return the fields of `ObjectiveSpec` for these arguments of policy_gradient in an expression."""
     if teacher_kl is not None and (isinstance(teacher_kl, bool) or not 0 < teacher_kl < math.inf):
-        raise _refused("teacher_kl", teacher_kl, "a positive number; leave teacher_kl out for rewards alone")
+        raise _refused("teacher_kl", teacher_kl, "a positive number; omit teacher_kl to use only rewards")
     policy = PolicySettings(clip_low, clip_high, dual_clip, surrogate, ratio, kl_scale)
     return {"policy": policy, "teacher_kl": teacher_kl or 0.0}
 

@@ -147,7 +147,7 @@ def _at_sampled(term: SampledKL | PolicyGradient | LogRatio, log_q_T: Tensor, ha
         return r_T.square() / 2 if term.estimator == "k2" else r_T.exp() - 1 - r_T
     advantages_T = term.advantages_T[has_label_T].to(log_q_T.dtype)
     ratio_T = torch.exp(log_q_T - term.old_log_probs_T[has_label_T].to(log_q_T.dtype))
-    if term.sequence_ratios_T is not None:  # its value is the sequence's, its derivative is ratio · ∂log q
+    if term.sequence_ratios_T is not None:  # the sequence's ratio, with the derivative ratio · ∂log q
         ratio_T = term.sequence_ratios_T[has_label_T].to(log_q_T.dtype) * (log_q_T - log_q_T.detach()).exp()
     clipped_T = torch.clamp(ratio_T, 1 - term.clip_low, 1 + term.clip_high)
     gain_T = torch.min(ratio_T * advantages_T, clipped_T * advantages_T)

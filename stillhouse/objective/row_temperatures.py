@@ -38,7 +38,7 @@ class RowTemperatures:
             )
 
 
-#: one temperature of all rows, or one for each row
+#: one temperature for all rows, or one for each row
 Temperatures = float | RowTemperatures
 
 
@@ -53,7 +53,7 @@ def term_options(temperatures: Temperatures) -> dict[str, Any]:
 
 
 def select_rows(by_temperature: Sequence[Tensor], number_T: Tensor | None) -> Tensor:
-    """Return each row's entry of the tensor of its temperature. number_T: None if there is one temperature."""
+    """Return, for each row, the entry for its temperature. number_T: None if there is one temperature."""
     selected_T, *others = by_temperature
     for number, value_T in enumerate(others, start=1):
         assert number_T is not None

@@ -1,14 +1,14 @@
-"""Terms at sampled tokens: each row's value depends only on the log-probability of its sampled token y.
+"""Terms whose value at a row depends only on the log-probability of the row's label y.
 
     value = φ(log q_y),   ∂value/∂z_v = φ'(log q_y) · ([v = y] − q_v) / τ
 
-q is the student's probability, z its logits, τ the temperature. On-policy, y is sampled from q. Training then follows
-the expectation over y of the term's gradient. This is not the gradient of the term's expected value: the two differ
-for the estimators k1, k2, k3 of a KL (Schulman 2020).
+q is the student's probability, z its logits, τ the temperature. In on-policy training, y is sampled from q. Training
+then follows the expectation over y of the term's gradient. This is not the gradient of the term's expected value: the
+two differ for the estimators k1, k2, k3 of a KL (Schulman 2020).
 
 If a token was sampled with older weights, or by an engine that computes differently, its distribution was q_old and
-not q. Weighting by ρ = q(y) / q_old(y) turns an expectation over q_old into one over q, but a few large ratios would
-dominate a step. So a `Correction` weights such a token by a limited ρ, at the sampling temperature.
+not q. Weighting by ρ = q(y) / q_old(y) turns an expectation over q_old into an expectation over q, but a few large
+ratios would dominate a step. So a `Correction` weights such a token by a limited ρ, at the sampling temperature.
 
 C rows of a chunk of T tokens.
 """
@@ -38,7 +38,7 @@ class Correction:
     """Constant importance weights for tokens whose probability has changed since they were sampled.
 
     kind: "truncated" is min(ρ, limit), truncated importance sampling (TIS, Yao et al. 2025). "masked" is ρ if
-        1/limit ≤ ρ ≤ limit, otherwise 0: IcePop (Ring-1T, arXiv:2510.18855). With "none", every weight is 1.
+        1/limit ≤ ρ ≤ limit and 0 otherwise, as in IcePop (Ring-1T, arXiv:2510.18855). With "none", every weight is 1.
     limit: a number above 1.
     """
 
@@ -67,7 +67,7 @@ NO_CORRECTION = Correction()
 
 
 class SampledTerm(LabelTerm):
-    """A term with the value φ(log q) at the labels. row_temperatures: each row's, in place of `temperature`."""
+    """A term with the value φ(log q) at the labels. row_temperatures: if given, they replace `temperature`."""
 
     row_temperatures: RowTemperatures | None = None
 
@@ -108,13 +108,13 @@ class SampledKL(SampledTerm):
 
     estimator: "k2" is r²/2; its expected on-policy gradient is the gradient of reverse KL, KL(q‖p). "k3" is
     e^r − 1 − r; its expected on-policy gradient is the gradient of forward KL, KL(p‖q), although its expected value
-    is the reverse KL. For tokens that another policy sampled, these statements need a correction.
+    is the reverse KL. For tokens that another policy sampled, this is true only with a correction.
 
     teacher_log_probs_T: log p(y) at the term's temperature.
-    correction: weights each value by ρ = q(y) / q_old(y), and needs old_log_probs_T: log q_old(y) at
-        `sampling_temperature`, of all rows or of each row (None: the term's temperature). It adds the statistics
+    correction: weights each value by a limited ρ = q(y) / q_old(y); needs old_log_probs_T. It adds the statistics
         `ratio`, which is ρ, and `clipped`, which is 1 where the limit changed the weight.
-    `label`: as in `Distill`.
+    old_log_probs_T: log q_old(y) at `sampling_temperature`, by default the term's temperature.
+    label: see `Distill`.
     """
 
     labels_T: Tensor
@@ -184,24 +184,24 @@ class PolicyGradient(SampledTerm):
     r = log q_ref(y) − log q(y)
     (Schulman et al. 2017, arXiv:1707.06347, eq. 7; Shao et al. 2024, arXiv:2402.03300, eqs. 3 and 4)
 
-    dual_clip: a number c > 1; None: no dual clipping. Where A < 0 the surrogate is max(min(ρA, clip(ρ)·A), c·A), so
-        that the gradient of a token that has become much more likely stays bounded (Ye et al. 2020, arXiv:1912.09729,
-        eq. 5). For c > 1 + clip_high, the value equals −min(min(ρ, δ)·A, clip(ρ)·A) with δ = c: the two-sided
-        clipping of INTELLECT-2 (arXiv:2505.07291), and `delta` of TRL.
+    dual_clip: a number c > 1, or None for no dual clipping. Where A < 0 the surrogate is max(min(ρA, clip(ρ)·A),
+        c·A), so that the gradient of a token that has become much more likely stays bounded (Ye et al. 2020,
+        arXiv:1912.09729, eq. 5). For c > 1 + clip_high, the value equals −min(min(ρ, δ)·A, clip(ρ)·A) with δ = c: the
+        two-sided clipping of INTELLECT-2 (arXiv:2505.07291), and `delta` of TRL.
     surrogate: "clip" is the formula above. "cispo" is value = −clip(ρ)·A·log q(y) with a constant clip(ρ): every
         token keeps a gradient of bounded size (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5, which have clip_low=1).
         "corrected" is value = −w·A·log q(y) without clipping, where w is the constant weight of `correction`.
-    sequence_ratios_T: constant ratios that take the place of ρ, such as those of whole sequences (`sequence_ratios`);
-        None: each token's own. The derivative of −ρA is −ρA·∂log q(y) as before: GSPO-token (Zheng et al. 2025,
-        arXiv:2507.18071, eqs. 13 to 17), which is GSPO if all tokens of a sequence have one advantage and weight.
+    sequence_ratios_T: constant ratios that replace ρ, such as the ratios of whole sequences (`sequence_ratios`). The
+        derivative of −ρA is still −ρA·∂log q(y). This is GSPO-token (Zheng et al. 2025, arXiv:2507.18071, eqs. 13 to
+        17), which equals GSPO if all tokens of a sequence have the same advantage and weight.
 
-    The penalty is that of GRPO; its on-policy gradient is the gradient of KL(ref‖q). For KL(q‖ref), use kl_scale=0
+    The penalty is GRPO's penalty. Its on-policy gradient is the gradient of KL(ref‖q). For KL(q‖ref), use kl_scale=0
     and add SampledKL(…, "k2") with the reference as the teacher. To use distillation as a reward, set
     advantages_T = log p − log q, with the teacher's probability p. All log-probabilities are at the term's
     temperature.
 
-    Statistics: `ratio` is ρ. `clipped` is 1 where clipping has set the surrogate's gradient to 0; with "cispo", where
-    ρ was clipped; with "corrected", where the limit changed the weight. `reference_kl` is e^r − 1 − r.
+    Statistics: `ratio` is ρ. `clipped` is 1 where clipping has set the surrogate's gradient to 0. With "cispo" it is
+    1 where ρ was clipped, and with "corrected" where the limit changed the weight. `reference_kl` is e^r − 1 − r.
     """
 
     labels_T: Tensor
@@ -334,9 +334,8 @@ class LogProb(SampledTerm):
 
 @dataclass(frozen=True, eq=False)
 class Continuation(SampledTerm):
-    """−log q(label) at a temperature that divides the student's logits, for the later tokens of a `SpanSignal`.
-
-    Its metric is not called cross-entropy, because it is a part of the divergence. The options are as in `Distill`.
+    """−log q(label) at a temperature that divides the student's logits, for the later tokens of a `SpanSignal`. Its
+    metric is not called cross-entropy, because it is a part of the divergence. For the options, see `Distill`.
     """
 
     labels_T: Tensor

@@ -17,7 +17,6 @@ T tokens.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,14 +39,14 @@ DATASET, STUDENT, TEACHER = ORIGINS = ("dataset", "student", "teacher")
 
 
 def origin_masks(labels_T: Tensor, per_token: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a mask of each origin's rows, [T] bool. Without the tensors of rollouts, all are the dataset's."""
+    """Return a mask of each origin's rows, [T] bool. Without the tensors of rollouts, every origin is the dataset."""
     if IS_SAMPLED not in per_token:
         none_T = torch.zeros_like(labels_T, dtype=torch.bool)
         return {DATASET: ~none_T, STUDENT: none_T, TEACHER: none_T}
     if POLICY_VERSION not in per_token:
         raise ValueError(
             f"{POLICY_VERSION} is missing in per_token (it has {', '.join(sorted(per_token))}): expected it beside "
-            f"{IS_SAMPLED}, because it tells the teacher's completions from the dataset's"
+            f"{IS_SAMPLED}, because it separates the teacher's completions from the dataset"
         )
     is_student_T = per_token[IS_SAMPLED] != 0
     is_teacher_T = ~is_student_T & (per_token[POLICY_VERSION] >= 0)
@@ -57,8 +56,8 @@ def origin_masks(labels_T: Tensor, per_token: Mapping[str, Tensor]) -> dict[str,
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
     """per_token: the tensors of `metrics.py`, [T] each. document_T: the document of each row.
-    valid_index: the rows that count; None: all rows.
-    teacher_heads: of all teachers of the batch. Probabilities are over the tokens that all heads have.
+    valid_index: the rows that count, or None for all rows.
+    teacher_heads: the heads of all teachers of the batch. Probabilities are over the tokens that all heads have.
     hidden_TD: the student's hidden states, for `sequence_ratios`.
     """
 
@@ -103,21 +102,22 @@ class SampledTokens:
         return self.require(name).masked_fill(~self.is_sampled_T, 0.0)
 
     def log_probs(self, signals: Sequence[Signal], temperatures: Temperatures) -> Tensor:
-        """Return the teacher's log p of the sampled tokens, 0 elsewhere. signals: at each of the temperatures."""
+        """Return the teacher's log p of the sampled tokens, 0 elsewhere. signals: one for each temperature."""
         student = self.student
-        options: dict[str, Any] = {"valid_index": self.valid_index}
-        if student is not None:
-            options |= {"vocabulary": common_vocabulary([student, *self.teacher_heads]), "shard": student.shard}
+        vocabulary = None if student is None else common_vocabulary([student, *self.teacher_heads])
+        shard = None if student is None else student.shard
         labels_T = self.labels_T.masked_fill(~self.is_sampled_T, -1)
         by_temperature = [
-            teacher_log_probs(signal, labels_T, temperature, **options)
+            teacher_log_probs(
+                signal, labels_T, temperature, vocabulary=vocabulary, shard=shard, valid_index=self.valid_index
+            )
             for signal, temperature in zip(signals, distinct_temperatures(temperatures), strict=True)
         ]
         number_T = temperatures.number_T if isinstance(temperatures, RowTemperatures) else None
         return select_rows(by_temperature, number_T)
 
     def log_ratio(self, log_p_T: Tensor, discount: float) -> Tensor:
-        """Return, for each sampled token, the discounted sum of log p − log q_old over it and later tokens, [T]."""
+        """Return, for each sampled token, the discounted sum of log p − log q_old from this token on, [T]."""
         ratio_T = (log_p_T - self.require(OLD_LOG_PROBS).to(log_p_T.dtype)).masked_fill(~self.is_sampled_T, 0.0)
         if not discount:
             return ratio_T
@@ -128,7 +128,6 @@ class SampledTokens:
     @torch.no_grad()
     def sequence_ratios(self, temperatures: Temperatures) -> Tensor:
         """Return `sequence_ratios` of the student's present and old log-probabilities of the sampled tokens, [T].
-
         This projects the hidden states once more. Over a sharded head, each chunk takes one all-gather.
         """
         if self.hidden_TD is None or self.student is None or self.document_T is None:

@@ -32,7 +32,7 @@ Tail = Literal["bucket", "renormalize", "drop", "zero"]
 #: a selection of tokens: their indices, or a slice
 RowIndex: TypeAlias = Tensor | slice
 
-#: floor of 1 − Σp, the teacher's mass outside its ids, where the teacher did not send this mass
+#: the minimum of 1 − Σp, the teacher's mass outside its ids, if the teacher did not send this mass
 TAIL_FLOOR = torch.finfo(torch.float32).eps
 
 
@@ -56,7 +56,7 @@ class Signal:
 
     @property
     def temperature(self) -> float | None:
-        """The temperature of the signal's probabilities. None: the term's temperature, or the signal has logits."""
+        """The temperature of the signal's probabilities, or None if it has logits or the term's temperature."""
         return None
 
     def require_temperature(self, temperature: float) -> None:
@@ -122,7 +122,7 @@ class RoutedSignal(Signal):
     index: Tensor
 
     def rows(self, rows: RowIndex) -> Self:
-        raise ValueError("the rows of a routed signal cannot be cut: expected one teacher for all tokens")
+        raise ValueError("the rows of a routed signal cannot be selected: expected one teacher for all tokens")
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,10 +138,10 @@ class DenseLogits(Signal):
 
 @dataclass(frozen=True, eq=False)
 class Mixture(Signal):
-    """The weighted mean of the distributions of several dense teachers, p = Σ_i w_i softmax(z_i / τ), at a term's τ.
+    """The weighted mean of the distributions of several dense teachers, p = Σ_i w_i softmax(z_i / τ).
 
-    A pass stores p as one tile of logits τ·log p, whose softmax at τ is p. So terms treat a mixture like any other
-    dense teacher. p is exact: every member is normalized over the whole vocabulary before it is added.
+    τ is a term's temperature. A pass stores p as one tile of logits τ·log p, whose softmax at τ is p. So terms treat
+    a mixture like any other dense teacher. p is exact: every member is normalized over the vocabulary before the sum.
 
     signals: `FullVocab` or `DenseLogits` over the same tokens. weights: positive numbers, divided by their sum.
     """
@@ -195,9 +195,9 @@ class SparseSignal(Signal):
     """K ids per token with the teacher's log-probabilities over the whole vocabulary.
 
     An id that is negative or beyond the vocabulary is an absent entry. If an id is repeated, its first entry counts.
-    `tail_log_prob_T`: the log of the teacher's mass outside the ids. None: 1 − Σp with the floor `TAIL_FLOOR`. In
-    float32, 1 − Σp is zero or negative for a third of peaked rows, so pass the mass if you can.
-    `temperature`: that of the log-probabilities; None: the term's.
+    `tail_log_prob_T`: the log of the teacher's mass outside the ids. If it is None, the mass is 1 − Σp, at least
+    `TAIL_FLOOR`. In float32, 1 − Σp is zero or negative for a third of peaked rows, so pass the mass if you can.
+    `temperature`: the temperature of the log-probabilities. If it is None, it is the term's temperature.
     """
 
     ids_TK: Tensor
@@ -245,7 +245,7 @@ class SpanSignal(Signal):
     It has student tokens y_0 … y_k, teacher tokens x_0 … x_l and the probability P = Π_j p(x_j) (GOLD's merged
     probability).
 
-        row of y_0          a divergence over the student's ids; P counts for y_0
+        row of y_0          a divergence over the student's ids; P is the probability of y_0
         rows of y_1 … y_k   P · (−log q(y_j)), for every divergence (`Continuation`)
 
     By the chain rule, forward KL of the whole span is the sum of these values.
@@ -308,9 +308,8 @@ def first_occurrence(ids_TK: Tensor, vocabulary: int) -> Tensor:
 
 
 def teacher_tail(signal: SparseSignal, log_p_TK: Tensor, student_tail_T: Tensor) -> Tensor:
-    """Return the log of the teacher's mass outside the ids, [T].
-
-    A computed mass has the floor `TAIL_FLOOR`, and is 0 where the student has no mass outside the ids (K = V).
+    """Return the log of the teacher's mass outside the ids, [T]. A computed mass is at least `TAIL_FLOOR`, but it is
+    0 where the student has no mass outside the ids (K = V).
     """
     if signal.tail_log_prob_T is not None:
         return signal.tail_log_prob_T.to(log_p_TK.dtype)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -29,8 +29,8 @@ from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
 @dataclass(frozen=True)
 class TeacherShare:
-    """weight: multiplies the divergence from this teacher or, in a mixture, the teacher's probabilities.
-    temperature: the temperature of the divergence from this teacher; None: the objective's temperature.
+    """weight: the factor of the divergence from this teacher or, in a mixture, of the teacher's probabilities.
+    temperature: the temperature of the divergence from this teacher, or None for the objective's temperature.
     """
 
     weight: float = 1.0
@@ -39,18 +39,18 @@ class TeacherShare:
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """The objective of a run, without the data of a batch. Coefficients are None where a term is absent.
+    """The objective of a run, without the data of a batch. The coefficient of an absent term is None.
 
-    teachers: the settings of several teachers, by name. is_mixture: there is one divergence from the weighted sum of
-        the teachers' probabilities, instead of one divergence from each teacher.
-    teacher_kl: teacher_kl · (log p(y) − log q_old(y)), the k1 estimator of reverse KL, is added to the advantage. p
-        and q_old are at the sampling temperature, whatever the temperatures of divergences.
-    discount: γ in 0 … 1: the log-ratios of later tokens are also added to a token's advantage (`sampled_tokens.py`).
-    correction: of sampled_kl, and of policy_gradient with the surrogate "corrected".
-    sampling_temperature: the temperature at which the student samples tokens. sampling_temperatures: in its place, if
-        tokens of a batch are sampled at several ones; `per_token[SAMPLING]` has the number of each row's temperature.
-    by_origin: the objective of each origin (`sampled_tokens.py`), in place of the coefficients above; all other
-        settings are the same in all of them. Rows of an origin that is absent have no loss.
+    teachers: the settings of several teachers, by name. is_mixture: whether there is one divergence from the weighted
+        sum of the teachers' probabilities, instead of one divergence from each teacher.
+    teacher_kl: the factor of log p(y) − log q_old(y), the k1 estimator of reverse KL, which is added to the
+        advantage. p and q_old are at the sampling temperature, also if a divergence has another temperature.
+    discount: γ in 0 … 1. The log-ratio of a later token u is added to the advantage of token t with factor γ^(u−t).
+    correction: the correction of sampled_kl, and of policy_gradient with the surrogate "corrected".
+    sampling_temperature: the temperature at which the student samples tokens. sampling_temperatures: replaces it, if
+        tokens are sampled at several temperatures. `per_token[SAMPLING]` has the number of each row's temperature.
+    by_origin: the objective of each origin (`sampled_tokens.py`), in place of the coefficients above. All other
+        settings must be the same in these objectives. Rows of an origin without an objective have no loss.
     """
 
     cross_entropy: float | None = None
@@ -76,7 +76,7 @@ class ObjectiveSpec:
 
     @classmethod
     def from_origins(cls, by_origin: Mapping[str, "ObjectiveSpec"]) -> "ObjectiveSpec":
-        """Return the objective with a part for each origin; equal parts are one plain objective."""
+        """Return the objective with a part for each origin. If all parts are equal, return one of them."""
         first, *others = by_origin.values()
         if all(other == first for other in others):
             return first
@@ -128,14 +128,14 @@ class ObjectiveSpec:
         """
         if self.by_origin:
             raise ValueError(
-                "an objective by origin at further depths of multi-token prediction: expected one of all"
+                "an objective by origin at further depths of multi-token prediction: expected one for all origins"
             )
         rest = replace(self, sampled_kl=None, policy_gradient=None, teacher_kl=0.0, discount=0.0)
         if all(term is None for term in (rest.cross_entropy, rest.divergence, rest.entropy)):
             raise ValueError(
                 f"{self.in_words()} at further depths of multi-token prediction: expected a divergence or "
-                "cross_entropy beside it, since tokens are sampled from depth 0 alone, or by_depth(…) with another "
-                "objective for the other depths"
+                "cross_entropy beside it, since tokens are sampled only from depth 0, or another objective in "
+                "student.mtp.objective"
             )
         return rest
 
@@ -152,10 +152,10 @@ class ObjectiveSpec:
     ) -> list[Term]:
         """Return the terms for one batch.
 
-        signals: of all teachers that score rows of the batch, by teacher name; empty without teachers.
+        signals: the signals of all teachers that score rows of the batch, by teacher name; empty without teachers.
         per_token: the tensors of `metrics.py` for a batch of rollouts. `OLD_LOG_PROBS` among them adds a `LogRatio`.
         document_T: the document of each row, needed for a discount and for ratio=sequence.
-        valid_index: the rows that count; None: all rows. The sampled terms read only these rows of a signal.
+        valid_index: the rows that count, or None for all rows. The sampled terms read only these rows of a signal.
         student: the student's head; needed if it is sharded, if its vocabulary is smaller than a teacher's, and for
             ratio=sequence, which also needs `hidden_TD`, the student's hidden states.
 
@@ -182,8 +182,8 @@ class ObjectiveSpec:
         terms = self._terms(tokens, signals)
         if OLD_LOG_PROBS in tokens.per_token and tokens.weights_T is not None:
             old_T = tokens.at_sampled(OLD_LOG_PROBS)
-            temperatures = term_options(self._temperatures(tokens))
-            terms.append(LogRatio(labels_T, old_T, weights_T=tokens.weights_T, **temperatures))
+            options = term_options(self._temperatures(tokens))
+            terms.append(LogRatio(labels_T, old_T, weights_T=tokens.weights_T, **options))
         return terms
 
     def _terms(self, tokens: SampledTokens, signals: Signals) -> list[Term]:
@@ -195,8 +195,10 @@ class ObjectiveSpec:
                 mask_T = masks[origin]
                 weights_T = mask_T.float() if term.weights_T is None else term.weights_T * mask_T
                 # terms at sampled tokens keep their names, because only the student's completions have such terms
-                label: Any = {} if isinstance(term, SampledTerm) else {"label": origin}
-                terms.append(replace(term, weights_T=weights_T, **label))  # type: ignore[type-var]
+                if isinstance(term, SampledTerm):
+                    terms.append(replace(term, weights_T=weights_T))  # type: ignore[type-var]
+                else:
+                    terms.append(replace(term, weights_T=weights_T, label=origin))  # type: ignore[type-var]
         if self.by_origin:
             return terms
         if self.cross_entropy is not None:
@@ -275,22 +277,22 @@ class ObjectiveSpec:
                     added_T = self.teacher_kl * weight * tokens.log_ratio(reference_T, self.discount)
                     advantages_T = added_T if advantages_T is None else advantages_T + added_T
         assert advantages_T is not None
-        options: dict[str, Any] = {"surrogate": policy.kind, "kl_scale": policy.kl_scale}
-        if policy.kind == "corrected":
-            options["correction"] = self.correction
-        else:
-            low, high = policy.clips
-            options |= {"clip_low": low, "clip_high": high, "dual_clip": policy.dual_clip}
+        clip_low, clip_high = policy.clips
         return PolicyGradient(
             tokens.labels_T,
             advantages_T,
             old_T,
             reference_T if policy.kl_scale else None,
-            scale=scale,
+            clip_low,
+            clip_high,
+            policy.kl_scale,
+            scale,
             weights_T=tokens.weights_T,
+            dual_clip=policy.dual_clip,
+            surrogate=policy.kind,
+            correction=self.correction if policy.kind == "corrected" else NO_CORRECTION,
             sequence_ratios_T=tokens.sequence_ratios(temperatures) if policy.ratio == "sequence" else None,
             **term_options(temperatures),
-            **options,
         )
 
     def _temperatures(self, tokens: SampledTokens) -> Temperatures:
@@ -338,7 +340,7 @@ def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_sq
 def read_objective(
     text: str, kinds: DivergenceKinds, temperature: float = 1.0, scale_by_temperature_squared: bool = False
 ) -> ObjectiveSpec:
-    """`parse_objective`, where the text may name these divergences."""
+    """Return the objective of an expression that may name these divergences."""
     fields, divergences = expression_fields(text, kinds)
     if divergences:
         foreign = {one.name: kinds[one.name] for one in divergences if one.name not in DIVERGENCES}

@@ -59,9 +59,8 @@ class Term(ABC):
         """Request every statistic and every gradient coefficient of a tile that `add_to` uses."""
 
     def check(self, tile: Tile) -> None:  # noqa: B027 (most terms support all values)
-        """Raise ValueError for values on the tile's rows that the term does not support.
-
-        Values are checked only on a CPU, since a check would wait for a GPU.
+        """Raise ValueError for values on the tile's rows that the term does not support. Values are checked only on a
+        CPU, since a check would wait for a GPU.
         """
 
     @abstractmethod
@@ -195,7 +194,7 @@ class Distill(Term):
         if not isinstance(self.divergence, Divergence):
             raise ValueError(
                 f"divergence is of type {type(self.divergence).__name__}: expected one such as forward_kl() or "
-                "jsd(0.5); a class of one's own is a frozen dataclass that derives from Divergence and has "
+                "jsd(0.5); your own class is a frozen dataclass that derives from Divergence and has "
                 "definition, balanced and balanced_slope"
             )
         for _, part in weighted_parts(self.divergence):
@@ -214,8 +213,8 @@ class Distill(Term):
             )
         if isinstance(signal, SparseSignal) and signal.tail == "zero" and not isinstance(self.divergence, ReverseKL):
             raise ValueError(
-                f"tail='zero' with {self.divergence}: expected reverse_kl, which alone asks for the teacher's "
-                "probability where it has none; use the tail 'bucket', or a term of its own for reverse_kl"
+                f"tail='zero' with {self.divergence}: expected reverse_kl, the only divergence that needs "
+                "the teacher's mass outside the ids; use the tail 'bucket', or a separate term for reverse_kl"
             )
 
     @property
@@ -247,7 +246,7 @@ class Distill(Term):
                     plan.pair(part, self.signal, self.temperature)
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
-        # the logits are divided by the temperature, and therefore the gradient, too
+        # the logits are divided by the temperature, so the gradient is divided by it, too
         weights_C = weights_C * (self.factor / self.temperature)
         match self.signal:
             case Sampled():
@@ -299,7 +298,7 @@ class Entropy(Term):
 
 
 def require_terms(terms: object) -> None:
-    """Raise ValueError unless this is a sequence of terms, for example for a divergence without its signal."""
+    """Raise ValueError unless this is a sequence of terms. A common mistake is a divergence without a signal."""
     if not isinstance(terms, Sequence):
         raise ValueError(f"terms is of type {type(terms).__name__}: expected a list of terms")
     for at, term in enumerate(terms):

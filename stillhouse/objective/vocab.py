@@ -34,11 +34,11 @@ class VocabShard:
 
     The range is given explicitly and never computed from the number of ranks, because DTensor's ceil split and a
     balanced split differ (10 rows over 4 ranks: 3, 3, 3, 1 or 3, 3, 2, 2). Keep one object as long as the layout does
-    not change: its first use exchanges the borders with the other ranks, once.
+    not change, because the first use of an object exchanges the borders with the other ranks.
 
     `group`: None if this rank has all rows.
-    `reduce_hidden_grad`: the objective sums the gradient of the hidden states over the group. False: the layer below
-    sums it, as with sequence parallelism.
+    `reduce_hidden_grad`: whether the objective sums the gradient of the hidden states over the group. If not, the
+    layer below sums it, as with sequence parallelism.
     """
 
     start: int
@@ -126,7 +126,7 @@ def reduce_hidden_grad(grad_TD: Tensor, shard: VocabShard | None) -> Tensor:
 def rows_of(rows_VX: Tensor, shard: VocabShard | None, student: VocabShard | None, vocabulary: int) -> Tensor:
     """Return the rows of a head's weight or bias that belong to the student's shard and are below `vocabulary`.
 
-    rows_VX: the head's rows on this rank: all rows (without `shard`), or those of `shard`. If a rank needs rows that
+    rows_VX: the head's rows on this rank: the rows of `shard`, or all rows if it is None. If a rank needs rows that
     it does not have, the ranks exchange rows. The result is cached until the tensor is modified or freed.
     """
     if shard is None or shard.is_alone:
@@ -135,7 +135,7 @@ def rows_of(rows_VX: Tensor, shard: VocabShard | None, student: VocabShard | Non
     if student is None or student.is_alone:
         raise ValueError(
             f"a teacher head of rows {shard.start}:{shard.stop} over {len(shard.borders)} ranks, a student head that "
-            "has all rows here: expected the student's head sharded over the same ranks, or the teacher's gathered"
+            "has all rows here: expected the student's head sharded over the same ranks, or an unsharded teacher head"
         )
     assert shard.group is not None
     assert student.group is not None
@@ -184,7 +184,7 @@ def _overlap(one: Range, other: Range) -> Range:
 class TopKLogits:
     """The top K ids of each row, the argmax first.
 
-    gap_CK: their logits minus the largest logit. largest_C: the largest logit.
+    gap_CK: the logits of these ids minus the largest logit. largest_C: the largest logit.
     outside_C: the mass of all other ids, in units of the argmax's mass.
     """
 
@@ -207,7 +207,7 @@ def top_k(logits_CV: Tensor, k: int, shard: VocabShard | None, inside_C1: Tensor
     """Return the top K ids and the mass outside them. Over several ranks, this is one all-gather.
 
     logits_CV: this rank's part of the logits, divided by the temperature; it is overwritten.
-    inside_C1: one more id of each row; its mass is excluded from the mass outside. Not supported with shards.
+    inside_C1: an additional id of each row; its mass is excluded from the mass outside. Not supported with shards.
     """
     best_CK, ids_CK = local_top_k(logits_CV, k, shard)
     if logits_CV.shape[1]:

@@ -39,7 +39,7 @@ _DAMAGED = "is damaged: write the cache again"
 
 
 class SignalCache(SignalStore):
-    """An opened cache. Raises ValueError with the file's name unless it is complete and unchanged."""
+    """An opened cache. Raises ValueError with a file's name unless the cache is complete and unchanged."""
 
     teacher_folder: Path
 
@@ -55,7 +55,7 @@ class SignalCache(SignalStore):
             self.hashes = {str(name): str(digest) for name, digest in hashes.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: write the cache again ({error})") from error
-        # added files are refused, too, because they may change which files are read, as an index does
+        # added files are refused, too, because a file such as an index may change which files are read
         present = {f"{TEACHER}/{path.name}" for path in self.teacher_folder.glob("*")}
         for name in sorted({MANIFEST} | present | {name for name in self.hashes if name.startswith(f"{TEACHER}/")}):
             self._require_unchanged(name)
@@ -112,9 +112,8 @@ class SignalCache(SignalStore):
             self.read_document(document, stored.rows)
 
     def read_document(self, document: bytes, rows: range) -> dict[str, Tensor]:
-        """Return the signal of rows of one document, by its id.
-
-        Raises ValueError if the cache lacks a row, if a shard has changed, or if `problem_in` finds a problem.
+        """Return the signal of rows of one document, by its id. Raises ValueError if the cache lacks a row, if a
+        shard has changed, or if `problem_in` finds a problem.
         """
         stored = self.documents.get(document)
         if stored is None or not stored.has(rows):
@@ -141,7 +140,7 @@ class SignalCache(SignalStore):
         with reading(f"{path} {_DAMAGED}"):
             file = safe_open(path, framework="pt")
             identity = (file.metadata() or {}).get(CACHE_KEY)
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (file is no dict)
             forms = {name: (tuple(part.get_shape()), part[:0].dtype) for name, part in slices.items()}
         if identity != f"{self.manifest.identity} {number}":
             raise ValueError(f"{path} is not shard {number} of this cache: write the cache again")

@@ -14,8 +14,8 @@ A shard is one safetensors file. For D documents with N rows in total, its tenso
     offsets         [D+1] int64         the rows of document d are offsets[d]:offsets[d+1] of the following tensors
     hidden, ids, …  [N, …]              the signal (`SignalSpec.tensors`)
 
-Version 0.1.0 could pack ids without loss into few bits, which this version only reads. For K ids or M draws per row
-and a vocabulary of V, the packed tensors are:
+Version 0.1.0 could pack ids without loss into few bits. This version reads packed ids, but does not write them. For K
+ids or M draws per row and a vocabulary of V, the packed tensors are:
 
     ids             [N, ·] uint8        "top_k": each id in ceil(log2 V) bits; with a label, id + 1 in
                                         ceil(log2(V + 1)) bits, because an id may be -1
@@ -24,8 +24,8 @@ and a vocabulary of V, the packed tensors are:
                                         a new byte
     pair_offsets    [D+1] int64         the pairs of document d are the bytes pair_offsets[d]:pair_offsets[d+1]
 
-The rows of a document from the first to the last one that predicts a target are stored. A document is found by a hash
-of its tokens and media. So a cache does not depend on the order and packing of a run, or on the number of epochs.
+A cache stores the rows of a document from the first row to the last row that predict a target. A document is found by
+a hash of its tokens and media. So a cache does not depend on the order, packing or number of epochs of a run.
 """
 
 import hashlib
@@ -48,9 +48,9 @@ FORMAT = 2
 MANIFEST, INDEX, TEACHER, SHARDS = "cache.json", "index.json", "teacher", "shards"
 ID_BYTES = 16
 CACHE_KEY = "cache"
-#: the names of fields in the file
+#: the names that these fields have in the file
 _STORED = {"media": MEDIA, "teacher_media": f"teacher_{MEDIA}"}
-#: an integer of at most this many bits extends over `_REACH` bytes, also if it begins at the last bit of a byte
+#: an integer of at most `_WIDEST` bits lies within `_REACH` bytes, even if it begins at the last bit of a byte
 _WIDEST, _REACH = 41, 6
 
 
@@ -58,13 +58,13 @@ _WIDEST, _REACH = 41, 6
 class CacheManifest:
     """A description of a cache's content and of the teacher that computed it.
 
-    teacher_hash, tokenizer_hash: hashes of the teacher's files and of its tokenizer
-    vocabulary, width: rows of the teacher's head, and its width
+    teacher_hash, tokenizer_hash: hashes of the teacher's files and of the teacher's tokenizer
+    vocabulary, width: the number of rows of the teacher's head, and the teacher's width
     documents_hash: a hash of the ids and row ranges of all documents
-    versions: of the libraries
+    versions: the versions of the libraries
     packed: whether ids and counts are stored with the smallest possible number of bits; refused for hidden states
-    media: how tensors were made of media (`MediaProcessor.pixels_identity`); None if the documents are texts
-    teacher_media: a hash of the teacher's processor of media; None if it has none of its own
+    media: `MediaProcessor.pixels_identity`, which identifies how tensors were made of media; None without media
+    teacher_media: a hash of the teacher's processor of media; None if the teacher has no separate processor
     """
 
     signal: SignalSpec
@@ -106,7 +106,7 @@ class CacheManifest:
         return bits_for(self.vocabulary + self.signal.with_label)
 
     def fields(self, *removed: str) -> dict[str, Any]:
-        """The fields in the file. Caches of texts have no field for media, as before there were media."""
+        """The fields in the file. Caches of texts have no fields for media, like the caches of earlier versions."""
         fields = {_STORED.get(key, key): value for key, value in asdict(self).items() if key not in removed}
         return {key: value for key, value in fields.items() if value is not None or key not in _STORED.values()}
 
@@ -138,13 +138,13 @@ class CacheManifest:
 
     @classmethod
     def from_json(cls, text: str, path: object) -> "CacheManifest":
-        """Raises ValueError with the path if the text has another format than that of `to_json`."""
+        """Raises ValueError with the path if the text does not have the format of `to_json`."""
         try:
             fields: dict[str, Any] = json.loads(text)
             if fields.get("format") != FORMAT:
                 raise ValueError(f"its format is {fields.get('format')}, expected {FORMAT}")
             fields |= {key: fields.pop(name) for key, name in _STORED.items() if name in fields}
-            return cls(**{**fields, "signal": SignalSpec(**fields["signal"])})
+            return cls(signal=SignalSpec(**fields.pop("signal")), **fields)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is not the description of a cache: {error}") from error
 
@@ -173,7 +173,7 @@ def target_rows(targets: np.ndarray) -> range:
 
 
 def shard_tensors(documents: Sequence[tuple[bytes, range]], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a shard. documents: ids and stored rows. tensors: those of the signal for these rows"""
+    """The tensors of a shard. documents: ids and stored rows. tensors: the signal's tensors for these rows"""
     offsets = np.concatenate([[0], np.cumsum([len(rows) for _, rows in documents])]).astype(np.int64)
     ids = b"".join(document for document, _ in documents)
     return {
@@ -193,7 +193,7 @@ def record_name(number: int) -> str:
 
 
 class StoredDocument(NamedTuple):
-    """The document `number` of a shard. rows: those that are stored, from row `start` of the shard's tensors on"""
+    """The document `number` of a shard. rows: its stored rows, which begin at row `start` of the shard's tensors"""
 
     shard: int
     number: int

@@ -1,11 +1,11 @@
-"""Signals of a teacher with another tokenizer, translated to the student's tokens: approximations.
+"""Translates the signals of a teacher with another tokenizer approximately to the student's tokens.
 
-The teacher reads the same text in its own tokens. A `LocalModelStore` gives its top-k ids and the log-probability of
-each token of the text. This module converts them to a `SpanSignal` for the student's rows: GOLD's merged
-probabilities, as one top-k signal over the student's ids.
+The teacher reads the same text in its own tokens. A `LocalModelStore` gives the teacher's top-k ids and the
+log-probability of each token of the text. This module converts them to a `SpanSignal` for the student's rows. The
+signal has GOLD's merged probabilities as top-k probabilities of the student's ids.
 
-A span is a piece of text between two positions at which both tokenizers have a token border (`alignment.py`). Let its
-student tokens be y_0 … y_k and its teacher tokens x_0 … x_l. At the row that predicts y_0, the teacher
+A span is a piece of text between two positions at which both tokenizers have a token border (`alignment.py`). Let
+y_0 … y_k be the span's student tokens, and x_0 … x_l its teacher tokens. At the row that predicts y_0, the teacher
 distinguishes these disjoint events. The probability of each event is given to a student token:
 
     event                              student token, probability
@@ -112,7 +112,7 @@ class CrossTokenizerStore(SignalStore):
             {name: torch.zeros(len(request.rows), *shape, dtype=dtype) for name, (shape, dtype) in forms}
             for request in wanted
         ]
-        # the spans with a token that a requested row predicts, except one with the document's first token
+        # the spans with a token that a requested row predicts, except a span with the document's first token
         spans = [
             [
                 span
@@ -165,7 +165,7 @@ class CrossTokenizerStore(SignalStore):
     def _outcomes(
         self, teacher: "_TeacherRows", starts_S: Tensor, first_S: Tensor, log_p_S: Tensor, begins_S: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """For each span: the student's ids, their log-probabilities and the log-probability of the tail, in float64.
+        """Return the student's ids, their log-probabilities and the tail's log-probability of each span, in float64.
 
         starts_S: the teacher's row that predicts x_0. first_S, log_p_S: y_0 and log P
         begins_S: whether the student's tokenizer puts a space before y_0
@@ -173,7 +173,7 @@ class CrossTokenizerStore(SignalStore):
         x_0_S, log_x_0_S = teacher.labels_R[starts_S], teacher.log_labels_R[starts_S]
         ids_SK, log_p_SK = teacher.ids_RK[starts_S], teacher.log_probs_RK[starts_S]
         log_p_SK = log_p_SK.masked_fill((ids_SK < 0) | (ids_SK == x_0_S[:, None]), -math.inf)
-        # x_0, followed by other tokens: log(p(x_0) − P) = log p(x_0) + log(1 − P / p(x_0))
+        # the event "x_0, followed by other tokens": log(p(x_0) − P) = log p(x_0) + log(1 − P / p(x_0))
         log_later_S = (log_p_S - log_x_0_S).masked_fill(log_p_S == -math.inf, -math.inf)
         near_S = torch.log(-torch.expm1(log_later_S.clamp(max=0.0)))
         far_S = torch.log1p(-log_later_S.exp().clamp(max=1.0))
@@ -210,7 +210,7 @@ class _TeacherRows:
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor], document: DocumentRows) -> "_TeacherRows":
-        """tensors: those of "top_k" with a label, for these rows of the teacher's document"""
+        """tensors: the tensors of "top_k" with a label, for these rows of the teacher's document"""
         rows = document.rows
         labels_R = torch.from_numpy(document.tokens[rows.start + 1 : rows.stop + 1].astype(np.int64))
         ids_RB, log_probs_RB = tensors["ids"].long(), tensors["log_probs"].double()
@@ -236,7 +236,7 @@ def _summed_by_id(ids_SB: Tensor, log_p_SB: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _places(starts_S: Tensor, stops_S: Tensor) -> tuple[Tensor, Tensor]:
-    """List the N integers of S ranges: for each integer the number of its range [N], and the integer [N]."""
+    """List the N integers of S ranges. Return the number of each integer's range [N], and the integers [N]."""
     lengths_S = stops_S - starts_S
     owner_N = torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S)
     before_S = lengths_S.cumsum(0) - lengths_S

@@ -47,8 +47,8 @@ class SignalRows(NamedTuple):
     """Some rows of a micro-batch, and data for each row.
 
     index_C: the numbers of the rows, int64
-    values_CX: "chosen": the K ids of each row. `Ranked` and signals with a label: the next token, [C, 1]. "sampled":
-        M uniform random numbers per row, float64. Other signals: an empty tensor
+    values_CX: for "chosen", the K ids of each row; for `Ranked` and signals with a label, the next token, [C, 1]; for
+        "sampled", M uniform random numbers per row, float64; for other signals, an empty tensor
     """
 
     index_C: Tensor
@@ -75,9 +75,8 @@ class SignalRows(NamedTuple):
 
 @torch.no_grad()
 def extract(wanted: Wanted, hidden_states: Tensor, head: OutputHead, rows: SignalRows) -> dict[str, Tensor]:
-    """Return the tensors of `SignalSpec.tensors` or of `ranked_log_probs`, on the CPU.
-
-    Under tensor parallelism, all ranks must pass the same rows, and get the same tensors.
+    """Return the tensors of `SignalSpec.tensors` or of `ranked_log_probs`, on the CPU. Under tensor parallelism, all
+    ranks must pass the same rows, and get the same tensors.
     """
     values_CX = rows.values_CX
     hidden_CE = hidden_states.flatten(0, -2)[rows.index_C.to(hidden_states.device)]
@@ -96,8 +95,7 @@ def extract(wanted: Wanted, hidden_states: Tensor, head: OutputHead, rows: Signa
 
 
 def uniform_numbers(document: bytes, rows: range, draws: int) -> np.ndarray:
-    """Numbers in [0, 1) for some rows of a document, [rows, draws] float64. document: its id of 16 bytes
-
+    """Numbers in [0, 1) for some rows of a document, [rows, draws] float64. document: the document's id of 16 bytes.
     The numbers are computed from the generator's raw output, which is the same in all versions of numpy.
     """
     generator = np.random.Philox(key=int.from_bytes(document, "little"))
@@ -145,9 +143,9 @@ def top_k_log_probs(
 ) -> dict[str, Tensor]:
     """The top-k ids of each row, their log-probabilities and the log of the mass outside these ids.
 
-    labels_C: one more id of each row, the last entry of ids and log_probs [C, K+1]. If it is among the K ids, this
-        entry has id -1 and log-probability -inf.
-    Raises ValueError if the vocabulary has fewer than K ids, or for labels if the head is sharded over ranks.
+    labels_C: an additional id of each row, which becomes the last entry of ids and log_probs [C, K+1]. If this id is
+        among the K ids, the entry has id -1 and log-probability -inf.
+    Raises ValueError if the vocabulary has fewer than K ids, or if there are labels and the head is sharded.
     """
     if labels_C is not None and head.shard is not None and not head.shard.is_alone:
         raise ValueError("a label's log-probability needs the whole vocabulary on one rank: expected tensor=1")
@@ -163,7 +161,6 @@ def top_k_log_probs(
             label_gap_C1 = (label_logit_C1 - best.largest_C[:, None]).masked_fill(is_known_C1, -math.inf)
             ids_CK = torch.cat([best.ids_CK, label_C1.masked_fill(is_known_C1, -1)], 1)
             best = replace(best, ids_CK=ids_CK, gap_CK=torch.cat([best.gap_CK, label_gap_C1], 1))
-        # the mass outside is a sum of its own, because 1 − Σp has no correct digit on peaked rows
         parts.append(_stored(best.ids_CK, best.log_probs_CK, best.outside_C.log() - best.log_mass_C, dtype))
     return _joined(parts)
 
@@ -183,23 +180,7 @@ def chosen_log_probs(
     parts = []
     for rows, logits_CV in _logits(hidden_CE, head, temperature):
         chunk_CK = ids_CK[rows].to(logits_CV.device)
-        present_CK = first_occurrence(chunk_CK, head.rows)
-        values_CK = _values(logits_CV, chunk_CK.masked_fill(~present_CK, -1), head)
-        columns = logits_CV.shape[1]
-        if columns:
-            largest_C1 = logits_CV.amax(1, keepdim=True)
-            columns_CK = chunk_CK.long() - (0 if head.shard is None else head.shard.start)
-            # absent entries and the ids of other ranks are written to an additional column, which is dropped
-            columns_CK = columns_CK.masked_fill(~present_CK | (columns_CK < 0) | (columns_CK >= columns), columns)
-            is_chosen_CV = torch.zeros(len(logits_CV), columns + 1, dtype=torch.bool, device=logits_CV.device)
-            is_chosen_CV = is_chosen_CV.scatter_(1, columns_CK, True)[:, :columns]
-            rest_C1 = logits_CV.masked_fill_(is_chosen_CV, -math.inf).sub_(largest_C1).exp_().sum(1, keepdim=True)
-        else:
-            largest_C1 = logits_CV.new_full((len(logits_CV), 1), -math.inf)
-            rest_C1 = torch.zeros_like(largest_C1)
-        all_RCS = AsyncAllGather(torch.cat([values_CK, largest_C1, rest_C1], 1), head.shard).wait()
-        values_CK, largest_C = all_RCS[..., :-2].amax(0), all_RCS[..., -2].amax(0)
-        outside_C = (all_RCS[..., -1] * (all_RCS[..., -2] - largest_C).exp()).sum(0)
+        values_CK, largest_C, outside_C = _chosen_of_all_ranks(logits_CV, chunk_CK, head)
         gap_CK = values_CK - largest_C[:, None]
         is_largest_CK = gap_CK == 0
         others_C = gap_CK.exp().masked_fill(is_largest_CK, 0.0).sum(1) + outside_C
@@ -209,7 +190,7 @@ def chosen_log_probs(
 
 
 def ranked_log_probs(hidden_CE: Tensor, head: OutputHead, labels_C: Tensor, k: int) -> dict[str, Tensor]:
-    """The log-probability and the rank of each row's label, and the top-k ids, for `prompt_logprobs`. Temperature 1.
+    """The log-probability and rank of each row's label, and the top-k ids, at temperature 1, for `prompt_logprobs`.
 
     Returns log_prob [C], rank [C] int64 (the number of ids with at least the label's logit), ids [C, K] and
     log_probs [C, K]; K may be 0. Raises ValueError if the vocabulary has fewer than K ids.
@@ -232,6 +213,30 @@ def ranked_log_probs(hidden_CE: Tensor, head: OutputHead, labels_C: Tensor, k: i
     return _joined(parts)
 
 
+def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits of given ids (−inf for absent entries), the largest logit m of the full vocabulary, and the sum of
+    exp(logit − m) over all other ids. Overwrites logits_CV.
+    """
+    present_CK = first_occurrence(ids_CK, head.rows)
+    values_CK = _values(logits_CV, ids_CK.masked_fill(~present_CK, -1), head)
+    start, columns = (0 if head.shard is None else head.shard.start), logits_CV.shape[1]
+    if columns:
+        largest_C1 = logits_CV.amax(1, keepdim=True)
+        columns_CK = ids_CK.long() - start
+        # absent entries and the ids of other ranks are written to an additional column, which is dropped
+        columns_CK = columns_CK.masked_fill(~present_CK | (columns_CK < 0) | (columns_CK >= columns), columns)
+        is_chosen_CV = torch.zeros(len(logits_CV), columns + 1, dtype=torch.bool, device=logits_CV.device)
+        is_chosen_CV = is_chosen_CV.scatter_(1, columns_CK, True)[:, :columns]
+        rest_C1 = logits_CV.masked_fill_(is_chosen_CV, -math.inf).sub_(largest_C1).exp_().sum(1, keepdim=True)
+    else:
+        largest_C1 = logits_CV.new_full((len(logits_CV), 1), -math.inf)
+        rest_C1 = torch.zeros_like(largest_C1)
+    all_RCS = AsyncAllGather(torch.cat([values_CK, largest_C1, rest_C1], 1), head.shard).wait()
+    largest_C = all_RCS[..., -2].amax(0)
+    outside_C = (all_RCS[..., -1] * (all_RCS[..., -2] - largest_C).exp()).sum(0)
+    return all_RCS[..., :-2].amax(0), largest_C, outside_C
+
+
 def _values(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> Tensor:
     """The logits of given ids, [C, K]; −inf for negative ids, and for ids outside this rank's shard."""
     start, columns = (0 if head.shard is None else head.shard.start), logits_CV.shape[1]
@@ -243,7 +248,7 @@ def _values(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> Tensor:
 
 
 def _logits(hidden_CE: Tensor, head: OutputHead, temperature: float, k: int = 0) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of at most `ROWS` rows, at least one, with logits / temperature. Raises ValueError for K > V."""
+    """Yield one or more slices of at most `ROWS` rows, with logits / temperature. Raises ValueError for K > V."""
     if not 0 <= k <= head.rows:
         raise ValueError(f"top_k={k} of a teacher with a vocabulary of {head.rows}: expected at most {head.rows}")
     projection = Projection(head, head.rows, operand_dtype(hidden_CE, head.weight_VD), head.shard)

@@ -18,14 +18,13 @@ from stillhouse.signals.signal_source import PendingSignals, SignalSource
 
 
 class WeightAverage:
-    """Exponential moving averages of the student's trained weights on this process, sharded like the weights.
-
-    They are at least float32, because rounding to bfloat16 would lose most of each update.
+    """Exponential moving averages of the student's trained weights on this process, sharded like the weights. They
+    are at least float32, because rounding to bfloat16 would lose most of each update.
     """
 
     def __init__(self, student: DistributedStudent, decay: float):
         self._student, self.decay = student, decay
-        #: by the names of `DistributedStudent.named_parameters`
+        #: the averages by the names of `DistributedStudent.named_parameters`
         self.tensors: dict[str, Tensor] = {
             name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
             for name, parameter in student.named_parameters()
@@ -36,7 +35,8 @@ class WeightAverage:
     def update(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """Set the average to decay × average + (1 − decay) × weights.
 
-        weights: by their names, for an optimizer whose weights are wider than the parameters. None: the parameters.
+        weights: the optimizer's weights by name, if they have a wider dtype than the parameters. If it is None, the
+            parameters are the weights.
         """
         for name, weight in self._student.named_parameters() if weights is None else weights:
             if (average := self.tensors.get(name)) is not None:
@@ -70,8 +70,8 @@ class InStageTeacher(SignalSource):
 class SelfTeacher(SignalSource):
     """The student as its own teacher: with its present weights and a privileged prompt, or with averaged weights.
 
-    The teacher runs at the beginning of each step, in eval mode and without gradients: it needs the step's weights.
-    autocast: the dtype of the student's matrix products; None: the dtype of its weights
+    The teacher runs at the beginning of each step, because it needs the step's weights. It runs in eval mode, without
+    gradients. autocast: the dtype of the student's matrix products. If it is None, they have the weights' dtype.
     """
 
     def __init__(

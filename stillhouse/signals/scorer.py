@@ -46,9 +46,8 @@ Outcome: TypeAlias = dict[str, Tensor] | NotFiniteError
 
 
 class Scorer:
-    """Scores documents with a teacher. Under tensor parallelism, all ranks must score the same batches.
-
-    media_inputs: of `proven_media_inputs`; None: documents with media are refused
+    """Scores documents with a teacher. Under tensor parallelism, all ranks must score the same batches. media_inputs:
+    the result of `proven_media_inputs`. If it is None, documents with media are refused.
     """
 
     def __init__(self, runner: Runner, device: torch.device, media_inputs: MediaInputs | None = None):
@@ -57,7 +56,6 @@ class Scorer:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
         """For each request, return its tensors on the CPU, or a `NotFiniteError` if the tensors are not finite.
-
         Raises RuntimeError if the forward pass fails, and ValueError for media that do not fit their documents.
         """
         outcomes: list[Outcome] = []
@@ -73,9 +71,8 @@ class Scorer:
         return outcomes
 
     def tensors(self, requests: Sequence[ScoreRequest], batch_tokens: int | None = None) -> list[dict[str, Tensor]]:
-        """Return the tensors of each request on the CPU. They may not be finite.
-
-        batch_tokens: the maximum number of tokens in a forward pass of several documents; None: one pass for all
+        """Return the tensors of each request on the CPU. They may not be finite. batch_tokens: the maximum number of
+        tokens of several documents in one forward pass; None if there is no limit
         """
         media_inputs: MediaInputs | None = None
         if any(request.has_media for request in requests):
@@ -144,7 +141,7 @@ class _RequestMedia(MediaInputs):
 def proven_media_inputs(
     decoder: Decoder, processor: MediaProcessor, agreed: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> MediaInputs:
-    """Prove a teacher on documents with media, and return what makes its inputs. agreed: see `prove_images`"""
+    """Prove a teacher on documents with media, and return its `MediaInputs`. agreed: see `prove_images`"""
     media_kind(processor).prove(decoder, processor, agreed)
     return MediaInputs(processor, decoder.axis_positions)
 
@@ -158,11 +155,11 @@ def _extract_all(
 class LocalModelStore(SignalStore):
     """A signal store with a full copy of a teacher in this process, which runs on the documents of each read.
 
-    It is used to write a cache, and for a teacher with another tokenizer: such a teacher has other rows than the
-    student, so it cannot run in the student's stages.
+    It is used to write a cache, and for a teacher with another tokenizer. Such a teacher has other rows than the
+    student, and so cannot run in the student's stages.
 
     tokens: the maximum number of tokens in a forward pass; a longer document gets its own forward pass
-    processor: the teacher's processor of media; None: the documents are texts
+    processor: the teacher's processor of media; None if the documents are texts
     packs_all: whether all documents of a read are packed before they are divided into batches, for less padding
     """
 

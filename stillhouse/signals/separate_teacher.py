@@ -1,8 +1,8 @@
 """A teacher that runs before the student, in its own layout if it has one, and sends hidden states, never logits.
 
 A separate runner has the teacher's layers and final norm. It computes the hidden states of all micro-batches of a
-step. Each process of the student's last stage then receives the hidden states of its micro-batches. It also has the
-teacher's head, sharded like the student's head, and applies the head to these hidden states (`TeacherHidden`).
+step. Each process of the student's last stage then receives the hidden states of its micro-batches. The process
+also has the teacher's head, sharded like the student's head, and applies it to these hidden states (`TeacherHidden`).
 The transfers depend only on the micro-batch shapes and the two layouts, so every process computes the same transfers.
 
 B rows, S tokens per row of a micro-batch, E the teacher's width.
@@ -43,7 +43,7 @@ from stillhouse.signals.signal_source import PendingSignals, SignalSource
 class MicroBatchShape:
     """The shape of a micro-batch in both layouts.
 
-    rows, tokens: rows, and tokens per row, before padding. teacher_BS, student_BS: the padded shapes
+    rows, tokens: the numbers of rows and of tokens per row before padding. teacher_BS, student_BS: the padded shapes
     teacher_number: the micro-batch's number among the micro-batches on which the teacher runs
     """
 
@@ -92,7 +92,7 @@ def route(shapes: Sequence[MicroBatchShape], teacher_DCT: Tensor, student_DCT: T
 class SeparateTeacher(SignalSource):
     """The layers of a teacher, with their own layout and mesh.
 
-    head: the teacher's head; None on processes without the student's last stage
+    head: the teacher's head, or None on processes without the student's last stage
     keep_head: whether the model in `decoders` also has the teacher's output head
 
     With layout.offload, the weights are in host memory between requests. A single process moves all weights to the
@@ -115,7 +115,7 @@ class SeparateTeacher(SignalSource):
         self._head, self._mesh, self._student_mesh = head, mesh, student_mesh
         layers = source if keep_head else replace(source, build=partial(only_layers, source.build))
         self._runner = build_runner(layout, mesh, layers, None)
-        decoder = self._runner.decoders[0]  # of the process's first stage, if it has several stages
+        decoder = self._runner.decoders[0]  # the process's first stage, if it has several stages
         self.decoders = {"teacher": decoder}
         self._width, self._dtype = decoder.width, next(decoder.parameters()).dtype
         self._on_device: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -133,12 +133,12 @@ class SeparateTeacher(SignalSource):
             dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.ranks.group)
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
-        """Compute the signals, `TeacherHidden` on the student's last stage, now: those of later steps need memory."""
+        """Compute `TeacherHidden` at once, on the student's last stage. Signals of later steps would need memory."""
         return self.request_some(micro_batches, range(len(micro_batches.all_ranks)))
 
     @torch.no_grad()
     def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> PendingSignals:
-        """As `request`, but the teacher runs only on the micro-batches with these numbers; the others get zeros."""
+        """Like `request`, but the teacher runs only on the micro-batches with these numbers; the others get zeros."""
         step = micro_batches.all_ranks
         has_all = len(numbers) == len(step)
         teacher_micro_batches: Sequence[MicroBatch] = micro_batches if numbers else ()
@@ -148,7 +148,7 @@ class SeparateTeacher(SignalSource):
         inputs = [StageInputs(batch.as_read_by_teacher, {}, hidden_states) for batch in teacher_micro_batches]
         with self._on_device():
             hidden = self._runner.forward(inputs) if inputs else []
-        # without an output head, no output processor is called; without the last stage, there is nothing to map
+        # a process without the teacher's last stage has no hidden states
         hidden = [
             batch.in_student_rows(values_BSE)
             for batch, values_BSE in zip(teacher_micro_batches, hidden, strict=False)
@@ -178,11 +178,11 @@ class SeparateTeacher(SignalSource):
         teacher_DCT: Tensor,
         student_DCT: Tensor,
     ) -> list[Tensor | None]:
-        """Return the hidden states of this process's micro-batches; None without the student's last stage.
+        """Return the hidden states of this process's micro-batches, or None without the student's last stage.
 
-        hidden: those that this process has computed
-        chosen: the numbers of the micro-batches on which the teacher runs. It sends nothing for others (`rows` = 0),
-            such as the repeated ones that the student's layout adds.
+        hidden: the hidden states that this process has computed
+        chosen: the numbers of the micro-batches on which the teacher runs. The teacher sends nothing for the others
+            (`rows` = 0), such as the repeated micro-batches that the student's layout adds.
         """
         mesh, student_mesh, step, rank = self._mesh, self._student_mesh, micro_batches.all_ranks, dist.get_rank()
         padded_BS = padded_shapes(step.shapes_BS, student_mesh.degrees, uniform_shapes=micro_batches.uniform_shapes)
@@ -196,7 +196,7 @@ class SeparateTeacher(SignalSource):
         for number in numbers if rank in student_DCT else ():
             rows, tokens = padded_BS[number]
             size = rows, tokens // student_mesh.degrees.context, self._width
-            # without the teacher, the zeros are a single expanded element, to save memory
+            # if the teacher did not run, the zeros are a single expanded element, to save memory
             zeros = torch.zeros(size if shapes[number].rows else (), dtype=self._dtype, device=mesh.device)
             received[number] = zeros.expand(size)
 

@@ -1,7 +1,7 @@
 """The interface of all sources of teacher signals.
 
 pending = source.request(micro_batches)     may be called up to `steps_ahead` steps before the signals are needed
-signals = pending.result()                  for each of this process's micro-batches, by the teachers' names
+signals = pending.result()                  the signals of each micro-batch of this process, by teacher name
 
 Several teachers are one source, too: each teacher scores all documents, or each document has one teacher.
 """
@@ -24,10 +24,10 @@ from stillhouse.parallel.host_memory import copied_to
 
 @dataclass(frozen=True)
 class PendingSignals:
-    """Signals that were requested but are possibly not computed yet.
+    """Signals that were requested, but may not be computed yet.
 
-    result: computes the signals of this process's micro-batches, or waits for them, and returns them by the
-        teachers' names.
+    result: a function that computes the signals of this process's micro-batches, or waits for them, and returns
+        them by teacher name.
     """
 
     result: Callable[[], Sequence[Signals]]
@@ -41,7 +41,7 @@ class PendingSignals:
 class SignalSource(ABC):
     """A teacher, or several teachers.
 
-    steps_ahead: how many steps in advance requests are made
+    steps_ahead: the number of steps by which requests are made in advance
     decoders: the teachers' models outside the student's stages, by the keys of their config sections
     """
 
@@ -53,7 +53,7 @@ class SignalSource(ABC):
         """Request the signals of a step's micro-batches. A collective of all processes of the run."""
 
     def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> PendingSignals:
-        """As `request`, but only the micro-batches with these numbers (among those of all ranks) need signals."""
+        """Like `request`, but only the micro-batches with these numbers (among those of all ranks) need signals."""
         return self.request(micro_batches)
 
     def close(self) -> None:  # noqa: B027 (most sources have nothing to abandon)
@@ -63,8 +63,8 @@ class SignalSource(ABC):
 class RequestedSteps(Iterator[tuple[ShardedMicroBatches, PendingSignals]]):
     """Each step's micro-batches and their signals, requested `source.steps_ahead` steps in advance.
 
-    steps: builds the micro-batches of a step when it is asked for them. None: those of a later step than the present
-        one do not exist yet; it is asked again at the next step.
+    steps: an iterable that builds the micro-batches of each step on demand. It yields None if the next step cannot be
+        built yet; the iterable is then read again at the next step.
     """
 
     def __init__(self, source: SignalSource, steps: Iterable[ShardedMicroBatches | None]):
@@ -73,9 +73,8 @@ class RequestedSteps(Iterator[tuple[ShardedMicroBatches, PendingSignals]]):
         self._requested: deque[tuple[ShardedMicroBatches, PendingSignals]] = deque()
 
     def build_next(self) -> None:
-        """Build the next step's micro-batches while the device computes the present step.
-
-        Their signals are not requested yet: a request may need the weights after the present step.
+        """Build the next step's micro-batches while the device computes the present step. Their signals are not
+        requested yet, because a request may need the weights after the present step.
         """
         if not self._built:
             self._built.extend(islice(self._steps, 1))
@@ -103,7 +102,8 @@ class NoTeacher(SignalSource):
 class SeveralTeachers(SignalSource):
     """The source of the signals of all teachers, by the teachers' names.
 
-    route: the column of the data that names each document's teacher; None: each teacher scores all documents
+    route: the column of the data with the name of each document's teacher. If it is None, all teachers score all
+        documents.
     heads_are_sharded: whether FSDP shards the teachers' output heads on the student's last stage
     """
 

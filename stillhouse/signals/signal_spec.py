@@ -124,7 +124,7 @@ class DocumentRows:
     """The rows of a document for which signals are requested.
 
     tokens: all ids of the document. ids_NK: for "chosen", the K ids of each requested row; -1 is an absent entry
-    source: where the document is from, for messages; "" if unknown
+    source: the document's source, for messages; "" if unknown
     """
 
     tokens: np.ndarray
@@ -135,7 +135,7 @@ class DocumentRows:
 
 
 def problem_in(spec: SignalSpec, vocabulary: int, tensors: Mapping[str, Tensor]) -> str:
-    """Describe the first value that no teacher can give; "" if there is none. vocabulary: the teacher's head rows"""
+    """Describe the first impossible value, or return "" if there is none. vocabulary: the teacher's head rows"""
     if spec.kind == "hidden":
         return "" if tensors["hidden"].isfinite().all() else "'hidden' is not finite"
     ids_NK = tensors["ids"]

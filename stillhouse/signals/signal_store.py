@@ -34,8 +34,8 @@ from stillhouse.signals.in_stage_teachers import student_forward
 from stillhouse.signals.signal_source import PendingSignals, SignalSource
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: while a process waits for the teacher: the interval of its checks for a signal such as SIGTERM, and the time for
-#: which it waits after such a signal
+#: a process that waits for the teacher looks for a signal such as SIGTERM at this interval, and continues to wait for
+#: this time after such a signal
 SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP = 0.5, 5.0
 #: the tensors of a step's micro-batches
 StepTensors = list[dict[str, Tensor]]
@@ -55,11 +55,11 @@ class SignalStore(ABC):
     name: the name in messages: a folder, a URL or the name of a model
     model: the name of the teacher's model; "" if unknown
     width: E; used only with hidden states
-    vocabulary: rows of the teacher's head; None if unknown
+    vocabulary: the number of rows of the teacher's head; None if unknown
     teacher_folder: a folder with the teacher's configuration and tokenizer, and for hidden states its output head
     may_take_long: whether the watchdog ignores the duration of `read`; the same value on all processes
     same_conversation: whether the teacher must have the student's chat template and end-of-sequence token
-    proof: the answers to compare when a run resumes; None: only the identity is compared
+    proof: the answers to compare when a run resumes. If it is None, only the identity is compared.
     """
 
     signal: SignalSpec
@@ -80,7 +80,6 @@ class SignalStore(ABC):
     @abstractmethod
     def require(self, documents: Documents, what: str, media_inputs: MediaInputs | None = None) -> None:
         """Raise ValueError unless the store has signals for these documents, whose name in the message is `what`.
-
         media_inputs: makes the tensors of the documents' media; None if the data has no media
         """
 
@@ -91,9 +90,8 @@ class SignalStore(ABC):
 
     @abstractmethod
     def read(self, wanted: Sequence[DocumentRows]) -> Sequence[dict[str, Tensor]]:
-        """The signal's tensors for each document, on the CPU. Several threads may call this at once.
-
-        Raises ValueError or OSError if the signals are not available.
+        """The signal's tensors for each document, on the CPU. Several threads may call this at once. Raises
+        ValueError or OSError if the signals are not available.
         """
 
     def close(self) -> None:  # noqa: B027 (a store in this process has nothing to abandon)
@@ -125,7 +123,7 @@ class StoredTeacher(SignalSource):
     first tensor rank reads the signals and broadcasts them. Only rows with a non-zero weight are read.
 
     tail: how the mass outside the ids of a sparse signal is treated
-    name: the teacher's name if the run has several teachers; each of them may have a prefix before a document
+    name: the teacher's name if the run has several teachers, which may have different prefixes before a document
     head: the teacher's output head, if the store has hidden states and this process has the student's last stage
     """
 
@@ -150,13 +148,13 @@ class StoredTeacher(SignalSource):
         return PendingSignals(partial(self._received, future, micro_batches))
 
     def _ids(self, micro_batches: ShardedMicroBatches) -> Sequence[Tensor]:
-        """For "chosen": the ids [C, K] of each micro-batch, on the CPU. Empty for all other signals."""
+        """Return, for "chosen", the ids [C, K] of each micro-batch on the CPU; empty for other signals."""
         return ()
 
     def _received(self, reading: "Future[StepTensors] | None", micro_batches: ShardedMicroBatches) -> list[Signals]:
         """Wait until all processes have read, and move the tensors to the device. A collective of all processes.
 
-        reading: None on a process that does not read
+        reading: the result of `_read` in a thread, or None on a process that does not read
         Raises SignalsLostError on all processes if a process could not read.
         """
         error, tensors = "", StepTensors()
@@ -175,7 +173,7 @@ class StoredTeacher(SignalSource):
         return self.on_device(tensors, micro_batches)
 
     def on_device(self, tensors: StepTensors, micro_batches: ShardedMicroBatches) -> list[Signals]:
-        """Return the signals of a step. tensors: those of this process; empty if it does not read."""
+        """Return the signals of a step. tensors: this process's tensors; empty if it does not read."""
         if not self._student.has_last_stage:
             return [{}] * len(micro_batches)
         signals: list[Signals] = []
@@ -225,7 +223,7 @@ class StoredTeacher(SignalSource):
         return step_tensors
 
     def _empty(self, micro_batch: MicroBatch, device: torch.device | str) -> dict[str, Tensor]:
-        """Return zeros on a device. If they are on the CPU and the micro-batch is on a GPU, they are pinned."""
+        """Return zeros on a device. Zeros on the CPU are pinned if the micro-batch is on a GPU."""
         pinned = torch.device(device).type == "cpu" and micro_batch.labels_T.device.type == "cuda"
         return {
             name: torch.zeros(len(micro_batch.labels_T), *shape, dtype=dtype, device=device, pin_memory=pinned)
@@ -235,8 +233,7 @@ class StoredTeacher(SignalSource):
 
 class ChosenTeacher(StoredTeacher):
     """Requests the teacher's log-probabilities of the student's top-k ids, except ids that the teacher's head lacks.
-
-    autocast: the dtype of the student's matrix products; None: the dtype of its weights
+    autocast: the dtype of the student's matrix products. If it is None, they have the dtype of its weights.
     """
 
     steps_ahead = 0

@@ -17,7 +17,7 @@ from stillhouse.parallel.layer_loss_interface import LayerLosses
 
 @dataclass(frozen=True)
 class LossSections:
-    """What a loss reads from the configuration. spec: the parsed `objective.loss`."""
+    """The parts of the configuration that a loss reads. spec: the parsed `objective.loss`."""
 
     objective: ObjectiveConfig
     student: StudentConfig
@@ -48,7 +48,7 @@ class LossPart(LayerLosses, Protocol):
 
     @classmethod
     def in_words(cls, sections: LossSections) -> str:
-        """Return the text about this loss in the printed description of the objective."""
+        """Return the text about this loss for the printed description of the objective."""
         return ""
 
     def prepare(self, decoder: Decoder, student: StudentConfig, teacher: TeacherConfig | None) -> None:
@@ -77,11 +77,11 @@ class LossPart(LayerLosses, Protocol):
         return {}
 
     def held_out(self) -> Self | None:
-        """Return the loss to measure on held-out documents; None: no loss."""
+        """Return the loss to measure on held-out documents, or None if there is none."""
         return None
 
     def silent(self) -> Self | None:
-        """Return this loss with factor 0 if its layers must run in steps that minimise other losses; else None."""
+        """Return this loss with factor 0 if its layers must run in steps that minimise other losses, else None."""
         return None
 
     def check_rows(self, decoder: Decoder, student: StudentConfig) -> Mapping[str, str]:

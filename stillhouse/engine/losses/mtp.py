@@ -42,10 +42,10 @@ ACCEPTANCE = ObjectiveSpec(cross_entropy=1.0, divergence=total_variation())
 class MtpLoss(LossPart):
     """The objective at the MTP depths.
 
-    scale: the factor of the depths' loss in the step's loss. from_student: the signal is the student's distribution
-    of the same token at depth 0, without gradients, instead of the teacher's. group: the context ranks, over which
-    sequences are sharded; None: this process has full sequences. The depths' metrics and values per token have the
-    prefix `mtp_<depth>/`.
+    scale: the factor of the depths' loss in the step's loss. from_student: whether the signal is the student's
+    distribution of the same token at depth 0, without gradients, instead of the teacher's distribution. group: the
+    context ranks, over which sequences are sharded. If it is None, this process has full sequences. The depths'
+    metrics and values per token have the prefix `mtp_<depth>/`.
     """
 
     objective: ObjectiveSpec
@@ -143,17 +143,7 @@ class MtpLoss(LossPart):
         if self.from_student:
             signal = full_vocab(hidden_states=first_BSD, head=head, context=None)
             context = replace(context, signals={TEACHER: signal})
-        position_ids_BS = context.position_ids_BS
-        assert position_ids_BS is not None
-        if self.group is None:
-            shifted = context.shift_for_mtp(position_ids_BS, len(later))
-        else:  # the targets of the next columns come from other ranks
-            rows, columns = position_ids_BS.shape
-            next_tokens = NextTokens(self.depths, self.group)
-            more_BS = next_tokens(position_ids_BS)
-            extended = context.extended(next_tokens, (rows, columns)).shift_for_mtp(more_BS, len(later))
-            place_BS = torch.arange(more_BS.numel(), device=more_BS.device).view(more_BS.shape)
-            shifted = extended.rows(place_BS[:, :columns].flatten())
+        shifted = self._shifted(context, len(later))
         depth_loss = replace(loss, objective=self.objective, parts=(), with_teacher_cross_entropy=False)
         total, metrics, per_token = output.loss, dict(output.metrics), dict(output.per_token)
         for depth, hidden_BSD in enumerate(later, start=1):
@@ -168,6 +158,19 @@ class MtpLoss(LossPart):
 
     def silent(self) -> Self:
         return replace(self, scale=0.0)
+
+    def _shifted(self, targets: DistillTargets, depths: int) -> DistillTargets:
+        """Return the targets of this rank's columns, with `mtp_targets` for all depths."""
+        position_ids_BS = targets.position_ids_BS
+        assert position_ids_BS is not None
+        if self.group is None:
+            return targets.shift_for_mtp(position_ids_BS, depths)
+        rows, columns = position_ids_BS.shape
+        next_tokens = NextTokens(self.depths, self.group)
+        more_BS = next_tokens(position_ids_BS)
+        extended = targets.extended(next_tokens, (rows, columns)).shift_for_mtp(more_BS, depths)
+        place_BS = torch.arange(more_BS.numel(), device=more_BS.device).view(more_BS.shape)
+        return extended.rows(place_BS[:, :columns].flatten())
 
 
 def _tokens(mtp: MtpConfig) -> str:

@@ -2,8 +2,8 @@
 
 On a GPU, the statistics, terms and sums of a chunk would be hundreds of small kernels. So they run as two compiled
 functions: `row_masks` and `finish_rows`. Both run the terms' own Python code, once, on symbolic tensors and on terms
-that are rebuilt from a `TermLayout`: the terms of a pass without their tensors. So they are compiled once for all
-micro-batches with equal layouts.
+that are rebuilt from a `TermLayout`, a description of a pass's terms without their tensors. So both functions are
+compiled once for all micro-batches with equal layouts.
 
 C rows of a chunk of T tokens, K sums, N terms, R ranks, X numbers of a row.
 """
@@ -67,9 +67,8 @@ def run_chunks(
     valid_index: Tensor | None,
     chunk_tokens: int | None,
 ) -> Totals:
-    """Add the gradient of the terms' loss on these rows to the provider's gradients, and return the sums.
-
-    tokens: T. valid_index: the rows to compute (None: all). The other arguments are those of `linear_objective`.
+    """Add the gradient of the terms' loss on these rows to the provider's gradients, and return the sums. tokens: T.
+    valid_index: the rows to compute, or None for all rows. For other arguments, see `linear_objective`.
     """
     totals = Totals(terms, tokens, provider.dtype, provider.device)
     one = torch.ones(1, dtype=provider.dtype, device=provider.device)
@@ -127,7 +126,7 @@ class ChunkWork:
     def __init__(
         self, terms: Sequence[Term], plan: TilePlan, provider: LogitsProvider, weights_T: Tensor, index: Tensor | None
     ):
-        """index: the rows of the pass; None: all."""
+        """index: the rows of the pass, or None for all rows."""
         self._layout, self._per_token = term_layout(terms, plan, provider)
         chosen = [tensor if index is None else tensor[index] for tensor in (weights_T, *self._per_token)]
         # functions are compiled for the strides of their inputs
@@ -137,7 +136,7 @@ class ChunkWork:
         self._values_NT = torch.empty(0)
 
     def start(self, chunk: slice) -> tuple[Tensor, dict[Tensor, Tensor], Tensor, Tensor]:
-        """Return the weights, the rows of each tensor of the terms, and the `masks` of these of the pass's rows."""
+        """Return the weights, the tensors of the terms and the `masks` for a chunk of the pass's rows."""
         tensors = [tensor[chunk] for tensor in self._tensors]
         seen_C, *counted = traced(row_masks, self._layout, tensors, [])
         return tensors[0], dict(zip(self._per_token, tensors[1:], strict=True)), seen_C, (counted or [seen_C])[0]
@@ -158,7 +157,7 @@ class ChunkWork:
             tile.set_gradient(*gradients)
 
     def add_to(self, totals: Totals) -> None:
-        """Add the sums of all chunks, of which there is at least one."""
+        """Add the sums of all chunks. There is at least one chunk."""
         assert self._sums_K is not None
         totals.loss += self._sums_K[0]
         for key, value in zip(self._layout.keys, self._sums_K[1:], strict=True):
@@ -179,15 +178,15 @@ def masks(terms: Sequence[Term], rows: RowIndex, weights_C: Tensor) -> tuple[Ten
 
 
 def row_masks(layout: "TermLayout", weights_C: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return `masks`, without the second one if both are equal."""
+    """Return `masks`, without the second mask if both are equal."""
     seen_C, counted_C = masks(layout.build(tensors), slice(None), weights_C)
     return (seen_C,) if counted_C is seen_C else (seen_C, counted_C)
 
 
 def finish_rows(layout: "TermLayout", gathered_CRX: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the sums [K], of which the first is the loss, and the terms' values [N, C].
+    """Return the sums [K], the first of which is the loss, and the terms' values [N, C].
 
-    With gradients, further the normalizers and coefficients [C, X], and the tensors of `Tile.gradient_at_ids`.
+    With gradients, also return the normalizers and coefficients [C, X], and the tensors of `Tile.gradient_at_ids`.
     tensors: the normalized sums, if the plan has a second sweep; the weights; the mask of counted rows; the tensors
     of the terms; the tiles.
     """
@@ -211,7 +210,7 @@ def finish_rows(layout: "TermLayout", gathered_CRX: Tensor, *tensors: Tensor) ->
 
 @dataclass(frozen=True)
 class _Slot:
-    """The place of a tensor in the list of tensors. shape: of one row."""
+    """The place of a tensor in the list of tensors. shape: the shape of a row."""
 
     number: int
     shape: tuple[int, ...]
@@ -229,11 +228,11 @@ class _Object:
 
 @dataclass(frozen=True)
 class TermLayout:
-    """What the code of a pass's terms depends on. Equal layouts compute the same of their tensors.
+    """The properties on which the code of a pass's terms depends. With equal layouts, the code is the same.
 
-    tensors, tiles: the number of the terms' tensors, and of tiles.
-    first: the first id of the vocabulary on this rank. dtype: of the logits. rounded: of the gradient of the logits.
-    keys: of the sums that `chunks.finish_rows` returns, which it sets.
+    tensors, tiles: the numbers of the terms' tensors and of tiles. first: the first id of the vocabulary on this
+    rank. dtype, rounded: the dtypes of the logits and of their gradient.
+    keys: the keys of the sums that `finish_rows` returns; it also sets them.
     """
 
     terms: tuple[_Object, ...]
@@ -254,7 +253,7 @@ class TermLayout:
         return [_with_tensors(term, tensors, built) for term in self.terms]
 
 
-#: the first of all equal layouts, for which functions were compiled
+#: for equal layouts, the first of them, for which functions are compiled
 _LAYOUTS: dict[TermLayout, TermLayout] = {}
 
 
@@ -278,7 +277,7 @@ def term_layout(terms: Sequence[Term], plan: TilePlan, provider: LogitsProvider)
     return _LAYOUTS.setdefault(layout, layout), list(slots)
 
 
-# functions that call themselves are not within others, where they would hold tensors until the garbage collector runs
+# recursive functions are not nested in others, because they would hold tensors until the garbage collector runs
 def _with_tensors(entry: Any, tensors: Sequence[Tensor], built: dict[int, Any]) -> Any:
     """Return an entry of a layout with its tensors. built: the objects by number."""
     if isinstance(entry, _Slot):
@@ -304,7 +303,7 @@ def _described(value: Any, plan: TilePlan, numbers: dict[int, int], slots: dict[
     if not isinstance(value, Term | Signal | RowTemperatures):
         return value
     number = numbers.setdefault(id(value), len(numbers))
-    if isinstance(value, Signal) and value in plan.signals:  # terms read a dense signal's tile, and not its tensors
+    if isinstance(value, Signal) and value in plan.signals:  # terms read a dense signal's tile, not its tensors
         return _Object(number, Signal, ())
     entries = [(name, _described(entry, plan, numbers, slots)) for name, entry in vars(value).items()]
     return _Object(number, type(value), tuple(entries))

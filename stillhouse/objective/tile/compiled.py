@@ -31,7 +31,7 @@ STORED_FROM = ("realize_opcount_threshold", "realize_reads_threshold", "realize_
 
 _plans = count()
 
-#: device types, and the functions whose compiling has failed there ("pointwise": all but the terms' own code)
+#: device types, and functions that cannot be compiled there; "pointwise" is all functions but the terms' own
 _without_compiler: set[tuple[str, str]] = set()
 
 
@@ -43,9 +43,8 @@ def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[
 
 
 def run_rows(function: Callable[..., Any], plan: Hashable, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
-    """Call function(plan, *arguments): on a GPU compiled, because it consists of hundreds of small kernels.
-
-    plan: the values on which the function's code depends. partly: the tiles of which it reads a few columns.
+    """Call function(plan, *arguments), which is compiled on a GPU, because it is hundreds of small kernels. plan: the
+    values on which the function's code depends. partly: the tiles of which it reads only a few columns.
     """
     if tensors_of(arguments)[0].device.type not in ROW_DEVICES:
         return function(plan, *arguments)
@@ -55,7 +54,7 @@ def run_rows(function: Callable[..., Any], plan: Hashable, *arguments: Any, part
 def traced(
     function: Callable[..., tuple[Tensor, ...]], plan: Hashable, tensors: Sequence[Tensor], partly: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Call `run_rows` for a function of Python code that torch.compile cannot read: it is run on symbolic tensors."""
+    """Call `run_rows` for a function that torch.compile cannot read. The function runs on symbolic tensors."""
     return run_rows(_in_graph(function, plan), None, *tensors, partly=partly)
 
 
@@ -74,7 +73,7 @@ def tensors_of(arguments: Sequence[Any]) -> list[Tensor]:
 
 
 def _fused(function: Callable[..., Any], plan: Any, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
-    """The first dim of every tensor is that of the rows, whose number varies; the other sizes are constants."""
+    """The first dim of every tensor is the rows. Its size varies, and the other sizes are constants."""
     tensors = tensors_of(arguments)
     # the terms' own code can fail to compile where the other functions do not
     where = tensors[0].device.type, function.__name__ if plan is None else "pointwise"
@@ -86,7 +85,7 @@ def _fused(function: Callable[..., Any], plan: Any, *arguments: Any, partly: Seq
 
 @replaceable
 def as_one_kernel(function: Callable[..., Any], plan: Any, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
-    """Call a function compiled. partly: for a dry run, the tensors of which the function reads a few columns only."""
+    """Call a function compiled. partly: see `run_rows`; it is for a dry run."""
     tensors = tensors_of(arguments)
     where = tensors[0].device.type, function.__name__ if plan is None else "pointwise"
     # under a dispatch mode (such as an operation counter), torch compiles nothing and never retries the function
@@ -108,7 +107,7 @@ def as_one_kernel(function: Callable[..., Any], plan: Any, *arguments: Any, part
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What torch raises if it cannot compile, or write its cache. Importing it takes seconds."""
+    """Return torch's exceptions for a failure to compile or to write its cache. Importing them takes seconds."""
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
     return torch._dynamo.exc.TorchDynamoException, ConstraintViolationError, OSError
@@ -116,7 +115,7 @@ def _failures() -> tuple[type[Exception], ...]:
 
 @cache
 def _compiled(function: Callable[..., Any], plan: Any, sizes: tuple[tuple[int, ...], ...]) -> Callable[..., Any]:
-    """sizes: those of the tensors, without rows."""
+    """sizes: the sizes of the tensors without the rows."""
 
     def planned(*arguments: Any) -> Any:
         return function(plan, *arguments)

@@ -1,6 +1,6 @@
 """Calls the Triton kernels for the plans that they support, after a proof.
 
-The kernels compute the same numbers as the functions of `pointwise.py`, which serve all other plans. Before the first
+The kernels compute the same numbers as the functions of `pointwise.py`, which all other plans use. Before the first
 tile of a plan, a proof compares both with float64 on rows that are hard to compute. If a kernel's error is larger
 than that of the plain functions, the plan uses the plain functions, with a warning.
 
@@ -30,11 +30,11 @@ Kernels = Literal["auto", "compiled", "triton"]
 DEVICES = {"cuda"}
 #: the columns of a piece and the warps of a program
 SUMS, GRADIENT = (1024, 1), (2048, 4)
-#: CUDA's limit for the second dimension of a grid, which is a tile's rows
+#: CUDA's limit for the second dimension of a grid, which is the number of a tile's rows
 MOST_ROWS = 65_535
 #: the weights of a Jensen–Shannon divergence for which `numerics.interpolation_logs` uses a series
 SERIES_BETA = (0.05, 0.95)
-#: the proof allows this multiple of the plain functions' relative error, this relative error, and this error
+#: errors that the proof allows: a multiple of the plain functions' relative error, a relative and an absolute error
 TIMES, ROUNDING, SMALLEST = 4.0, 3e-5, 1e-14
 
 _choice: Kernels = "auto"
@@ -46,7 +46,7 @@ def use_kernels(choice: Kernels, report: Callable[[str], object] | None = None) 
     """Choose the kernels of all later passes of this process on a GPU.
 
     auto: Triton kernels for the plans that they support, if they pass their proof. compiled: `torch.compile` alone.
-    triton: as auto, but without Triton or with a failed proof, a pass raises ValueError.
+    triton: like auto, but a pass raises ValueError if Triton is missing or a proof fails.
     report: called with a line that names the kernels, once for each line, before they first run on a GPU.
     """
     global _choice, _report
@@ -81,7 +81,6 @@ def are_proven(plan: PointwisePlan, columns: int, device: torch.device) -> bool:
 
 
 def _say(plan: PointwisePlan, kernels: str) -> None:
-    """Report the kernels of a plan."""
     divergences = " + ".join(str(divergence) for divergence, _, _ in plan.pairs)
     line = f"kernels of the objective for {divergences or 'softmaxes'}: {kernels}"
     if _report is not None and line not in _reported:
@@ -156,8 +155,17 @@ def kernel_normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], norm
     read = [student_BV, teacher_BV, normalizers_BX]
     strides = [tensor.stride(0) for tensor in read]
     arguments = [*read, sums_PB2, rows, columns, *strides, plan.temperatures[0]]
-    constants = _jsd_constants(plan) | {"IS_UNIT": plan.temperatures[0] == 1.0, "BLOCK": block, "num_warps": warps}
-    launch("normalized_sums_kernel", (pieces, rows), read, sums_PB2, *arguments, **constants)
+    launch(
+        "normalized_sums_kernel",
+        (pieces, rows),
+        read,
+        sums_PB2,
+        *arguments,
+        IS_UNIT=plan.temperatures[0] == 1.0,
+        **_jsd_constants(plan),
+        BLOCK=block,
+        num_warps=warps,
+    )
     return sums_PB2.sum(0)
 
 
@@ -201,7 +209,7 @@ def kernel_gradient(
 def launch(
     name: str, grid: tuple[int, int], read: Sequence[Tensor], written: Tensor, *arguments: Any, **constants: Any
 ) -> None:
-    """Launch a kernel of `triton_kernels.py`. read, written: for a dry run, the tensors in the arguments."""
+    """Launch a kernel of `triton_kernels.py`. read, written: the tensors among the arguments, for a dry run."""
     from stillhouse.objective.tile import triton_kernels
 
     getattr(triton_kernels, name)[grid](*arguments, **constants)
@@ -220,7 +228,7 @@ def _jsd_constants(plan: PointwisePlan) -> dict[str, Any]:
 
 @cache
 def _refusal(plan: PointwisePlan, columns: int, device: torch.device) -> str:
-    """Return why the kernels are not used; empty if they pass the proof. The first call waits for the GPU."""
+    """Return the reason not to use the kernels, or "" if they pass the proof. The first call waits for the GPU."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     return _difference(plan, columns, device)
@@ -234,7 +242,7 @@ def _warn(reason: str) -> None:
 
 
 def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
-    """Return the numbers that the kernels compute with a larger error than the plain functions, in words; else ""."""
+    """Describe the numbers in which the kernels have a larger error than the plain functions; "" if none."""
     tiles_BV = hard_tiles(plan.tiles, columns, device)
     exact_tiles_BV = [tile_BV.double() for tile_BV in tiles_BV]
     plain = statistics(plan, raw_sums(plan, tiles_BV)[None])
@@ -267,9 +275,10 @@ def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
 
 
 def hard_tiles(tiles: int, columns: int, device: torch.device) -> list[Tensor]:
-    """Return logits [B, V] of a student and a teacher: three rows far apart, three close, three close and certain.
+    """Return logits [B, V] of a student and a teacher. They are far apart in three rows, and close in six.
 
-    Some logits, and all logits of a whole piece, are −inf, and some rows have two largest logits.
+    In three of these six rows, both are also certain. Some logits, and all logits of a whole piece, are −inf, and
+    some rows have two largest logits.
     """
     draw = torch.Generator(device="cpu").manual_seed(0)
     student_BV = torch.randn(9, columns, generator=draw)
@@ -297,7 +306,7 @@ def _numbers(rows: RowStatistics) -> Tensor:
 
 
 def _is_as_exact(computed_BX: Tensor, plain_BX: Tensor, exact_BX: Tensor, size_BX: Tensor | None = None) -> bool:
-    """Compare the errors relative to `size_BX` (None: the exact numbers), in the rows of each of three kinds."""
+    """Compare the errors relative to `size_BX` or, by default, to the exact numbers, in three kinds of rows."""
     finite_BX = exact_BX.isfinite()
     if not computed_BX[finite_BX].isfinite().all():
         return False

@@ -84,7 +84,7 @@ class LogitsProvider:
         projection, hidden_CE = self._teachers[id(head)], signal.hidden_TE.detach()
         if projection.compute_dtype == out_CV.dtype:
             return projection.logits(hidden_CE, out_CV)
-        return out_CV.copy_(projection.logits(hidden_CE))  # a float64 teacher and a float32 student
+        return out_CV.copy_(projection.logits(hidden_CE))  # the dtypes may differ, as with a float64 teacher
 
     def _mixture_logits(self, mixture: Mixture, out_CV: Tensor) -> Tensor:
         """Return logits τ·log p of a mixture: their softmax at the mixture's temperature τ is p.
@@ -116,10 +116,10 @@ class LogitsProvider:
         )
 
     def _buffer(self, key: Hashable, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a work tile [C, V], allocated once and overwritten by later chunks. dtype: None: that of the logits.
+        """Return a work tile [C, V], allocated once and overwritten by later chunks.
 
-        key: the place and the number of the set of buffers; the place is 0 for the student, then 1, 2, … for dense
-            signals, and negative for the members of a mixture.
+        key: the place and the number of the set of buffers. The place is 0 for the student, then 1, 2, … for dense
+            signals, and negative for the members of a mixture. dtype: by default the logits' dtype.
         """
         buffer_CV = self._buffers.get(key)
         if buffer_CV is None or len(buffer_CV) < rows:
@@ -156,12 +156,12 @@ def add_members(
 
 
 class HeadLogits(LogitsProvider):
-    """Hidden states and a head. Gradients are kept in float32 (or float64) until backward scales them."""
+    """Logits from hidden states and a head. Gradients are kept in float32 (or float64) until backward scales them."""
 
     def __init__(
         self, hidden_TD: Tensor, head: OutputHead, terms: Sequence[Term], gradients: list[Tensor | None] | None = None
     ):
-        """gradients: the tensors of another provider with the same hidden states and head, to add to; None: new."""
+        """gradients: the gradients of another provider with these inputs, to add to; None for new gradients."""
         dtype = operand_dtype(hidden_TD, head.weight_VD)
         self.hidden_TD, self.device = hidden_TD.detach(), hidden_TD.device
         self.scale, self.softcap = head.scale, head.softcap
@@ -197,7 +197,7 @@ class HeadLogits(LogitsProvider):
         return self._buffer("rounded", rows, self.projection.gradient_dtype)
 
     def _hidden(self, rows: RowIndex, kept_C: Tensor) -> Tensor:
-        # the other rows may contain NaN, and 0·NaN would make the weight's gradient NaN
+        # rows that are not counted may contain NaN, and 0·NaN would make the weight's gradient NaN
         for mask_C, hidden_CD in self._masked:
             if mask_C is kept_C:
                 return hidden_CD
@@ -207,7 +207,7 @@ class HeadLogits(LogitsProvider):
 
 
 class TensorLogits(LogitsProvider):
-    """Given logits. The gradient has the logits' dtype, or float32 for float16 logits."""
+    """Logits that are given as a tensor. The gradient has the logits' dtype, or float32 for float16 logits."""
 
     scale, softcap = 1.0, None
 

@@ -67,9 +67,8 @@ def raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
 
 
 def normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -> Tensor:
-    """Return the sums of each pair in `plan.two_sweep`, [B, X]: Σf and Σq·h.
-
-    Tiles [B, P, V] of P pieces and normalizers [B, 1, X] give [B, P, X].
+    """Return the sums of each pair in `plan.two_sweep`, [B, X]: Σf and Σq·h. Tiles [B, P, V] of P pieces and
+    normalizers [B, 1, X] give [B, P, X].
     """
     rows = dict(zip(plan.normalizers, normalizers_BX.split(1, -1), strict=True))
     both = _sides(plan, tiles_BV, rows)
@@ -90,9 +89,9 @@ def gradient(
 ) -> None:
     """Write the gradient with respect to hidden Wᵀ + bias to `out_BV`, rounded to its dtype.
 
-    out_BV: None: overwrite the first tile, the student's logits. rows_BX: the columns of `plan.normalizers` and
+    out_BV: by default the first tile, the student's logits. rows_BX: the columns of `plan.normalizers` and
     `plan.coefficients`. A row with `counted` = 0 may contain any values, and its gradient is 0. outside_BV: a mask
-    for each bucket, true at tokens outside the bucket's signal ids; None: true everywhere.
+    for each bucket, true at tokens outside the bucket's signal ids; by default all tokens.
     """
     rows = dict(zip([*plan.normalizers, *plan.coefficients], rows_BX.split(1, -1), strict=True))
     logits_BV = tiles_BV[0]
@@ -121,9 +120,8 @@ def gradient(
 
 
 def log_mean(plan: PointwisePlan, tiles_BV: Sequence[Tensor], rows_BX: Tensor) -> None:
-    """Overwrite the first tile with τ·log Σ_i e^(l_i − c_i), with l_i = (logits of tile i − reference_i) / τ.
-
-    τ is the plan's only temperature. rows_BX: reference_i and c_i of each tile, [B, 2·tiles].
+    """Overwrite the first tile with τ·log Σ_i e^(l_i − c_i), with l_i = (logits of tile i − reference_i) / τ. τ is
+    the plan's only temperature. rows_BX: reference_i and c_i of each tile, [B, 2·tiles].
     """
     (temperature,) = plan.temperatures
     columns = iter(rows_BX.split(1, 1))
@@ -142,7 +140,7 @@ def before_head(grad: Tensor, logits: Tensor, scale: float, softcap: float | Non
 
 
 def _softmax_sums(log_BV: Tensor, is_largest_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σe^l without the row's largest logits, whose e^l = 1 `log_sum_exp` adds later, and Σe^l·l."""
+    """Return Σe^l without the row's largest logits, and Σe^l·l. `log_sum_exp` adds the largest logits' e^l = 1."""
     mass_BV = log_BV.exp()
     return torch.where(is_largest_BV, 0.0, mass_BV).sum(-1), expect(mass_BV, log_BV).sum(-1)
 

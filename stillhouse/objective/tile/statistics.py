@@ -28,7 +28,7 @@ class RowStatistics:
     normalizers_CX: the columns of `plan.normalizers`, [C, X].
     references: the largest logit of each tile.
     student_log_mass, teacher_log_mass: log Σe^l of each softmax.
-    student_entropy, teacher_entropy: in nats.
+    student_entropy, teacher_entropy: the entropy of each softmax in nats.
     mass_ratio: log(Σe^l of the student / Σe^l of the teacher) of each couple.
     both_top: for each dense teacher, 1 where teacher and student have the same argmax.
     outside_reference, outside_log_mass: the student's largest logit and log Σe^l over the tokens outside each
@@ -137,7 +137,7 @@ def merged(plan: PointwisePlan, raw_RCX: Tensor) -> Tensor:
 
 
 class _Softmax(NamedTuple):
-    """The sums of one softmax: of each piece before it is shifted, and of all pieces after it.
+    """The sums of one softmax: of each piece before its shift, and of all pieces after their shifts.
 
     shift_RC: the shift of each piece's l. mass_RC, mass_C: Σe^l. others_C: Σe^l over the e^l that are not 1.
     mean_C: Σe^l·l.
@@ -154,7 +154,7 @@ class _Softmax(NamedTuple):
 class _Couple(NamedTuple):
     """Two softmaxes that a divergence compares; a and b are their unnormalized e^l, t = log(b/a).
 
-    gap_RC, gap_C: Σ(b − a) of each piece before it is shifted, and of all pieces after it.
+    gap_RC, gap_C: Σ(b − a) of each piece before its shift, and of all pieces after their shifts.
 
     The shifts s_a and s_b turn a into a·e^s_a and b into b·e^s_b, so c = s_b − s_a is added to t. Where |c| ≤ 1,
 
@@ -183,7 +183,7 @@ class _Pieces(NamedTuple):
     """The raw sums of all pieces by their names, [R, C] each, and the sums of all pieces together.
 
     references: the largest logit of each tile over all pieces, [C]; 0 in a row without mass.
-    shifts: of each tile, from each piece's reference to the common one.
+    shifts: the shifts of each tile, from each piece's reference to the common reference.
     both_top: for each dense teacher, 1 where its largest logit and the student's are in the same column, [C].
     """
 

@@ -8,7 +8,7 @@
     tile.gradient()              overwrites the student's logits with the gradient with respect to hidden Wᵀ + bias
 
 If `read` and `add_to` are compiled, they run on a second tile (`chunks.finish_rows`), and `set_gradient` gives its
-coefficients to the first one. Terms use rows, temperatures and global ids, but neither shards nor elements of [C, V].
+coefficients to the first tile. Terms use rows, temperatures and global ids, but no shards and no elements of [C, V].
 
 C rows of the chunk, V vocabulary on this rank, N or K ids per row, R ranks, X statistics of a row. q is the
 student's probability, τ a temperature, l = (logit − reference) / τ.
@@ -38,7 +38,7 @@ from stillhouse.objective.tile.sweeps import (
 from stillhouse.objective.tile.tile_plan import STUDENT, Column, PointwisePlan, TilePlan
 from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
-#: ids per row up to which all pairs of ids are compared, to find those that occur several times
+#: the maximum number of ids per row for which all pairs of ids are compared, to find repeated ids
 MOST_IDS = 128
 
 
@@ -91,8 +91,6 @@ class Tile:
     def logits_CV(self) -> Tensor:
         """The student's logits; after `gradient`, the gradient."""
         return self.tiles_CV[STUDENT]
-
-    # the steps of a chunk
 
     def start(self) -> None:
         ids = [ids_C[:, None] if ids_C.dim() == 1 else ids_C for ids_C in map(self.take, self._plan.ids)]
@@ -159,8 +157,6 @@ class Tile:
                 rounded_CV.scatter_(1, places_CK, logits_CV.gather(1, places_CK).to(rounded_CV.dtype))
         return result_CV
 
-    # the gradient as tensors, for `chunks.finish_rows`
-
     def gradient_rows(self) -> Tensor:
         """Return the columns of `plan.normalizers` and `plan.coefficients`, [C, X]."""
         rows = self._row_statistics
@@ -173,9 +169,8 @@ class Tile:
         return torch.cat([rows.normalizers_CX, torch.stack(coefficients, 1)], 1)
 
     def gradient_at_ids(self, rows_CX: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """Return the gradient at the ids of `add_at`: [columns, gradients], [C, N] each.
-
-        With buckets or many ids, return the columns and values of every `add_at`, which are added later.
+        """Return the gradient at the ids of `add_at`: [columns, gradients], [C, N] each. With buckets or many ids,
+        return the columns and values of every `add_at`, which are added later.
         """
         if self._plan.buckets or sum(ids.shape[1] for ids, _ in self._added) > MOST_IDS:
             return [tensor for pair in self._added for tensor in pair]
@@ -276,8 +271,6 @@ class Tile:
     def _row_statistics(self) -> RowStatistics:
         assert self._statistics is not None
         return self._statistics
-
-    # this rank's part
 
     def _outside_sums(self, signal: SparseSignal, softmax: int) -> Tensor:
         """Return the largest logit and Σe^l outside the signal's ids, [C, 2].

@@ -45,7 +45,7 @@ class PointwisePlan:
     buckets: for each sparse signal that needs sums over the tokens outside its ids, the student's softmax.
     entropic: the student's softmaxes for which the gradient of the entropy is needed.
     uniform: whether the mean of log q over the vocabulary is needed (at temperature 1).
-    scale, softcap: of the student's head.
+    scale, softcap: the scale and the softcap of the student's head.
     """
 
     tiles: int = 1
@@ -113,7 +113,7 @@ class PointwisePlan:
 
 
 class TilePlan:
-    """Assigns an index to each quantity that terms request in `Term.request`; a repeated request returns the same.
+    """Assigns an index to each quantity that terms request in `Term.request`. Equal requests return one index.
 
     After `close`, the methods only look up an index: they raise LookupError for a quantity that was not requested.
 

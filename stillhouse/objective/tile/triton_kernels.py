@@ -5,9 +5,9 @@ row and one piece of BLOCK columns, whose logits stay in registers between the s
 sums: so each sweep reads a tile once. `statistics.merged` combines the sums of the pieces.
 
     s, t    logits of student and teacher         q, p    their e^l, or probabilities where masses are subtracted
-    ls, lt  l of each                             ratio   log(q/p)
+    ls, lt  their l                               ratio   log(q/p)
 
-AT_…: the column of a number in the row's part of a buffer; −1: the plan does not have it.
+AT_…: the column of a number in a row of a buffer, or −1 if the plan does not have this number.
 """
 
 import triton
@@ -49,7 +49,7 @@ def _expect(probability, quantity):
 
 @triton.jit
 def _excess(a, b, t, second, near):
-    """`numerics.excess`; second: `_second_order` of t where it is near."""
+    """`numerics.excess`; second: `_second_order` of t, used where t is near 0."""
     return tl.where(near, a * second, b - a - _expect(a, t))
 
 
