@@ -20,7 +20,7 @@ from stillhouse.megatron.families import UnsupportedModelError, require_family
 from stillhouse.megatron.model_config import RECOMPUTE, split_options, transformer_config
 from stillhouse.megatron.student import MegatronStudent
 from stillhouse.megatron.weights import LOAD_ERRORS
-from stillhouse.models import ProofError
+from stillhouse.models import Decoder, ProofError
 from stillhouse.models.adapter import Lora, initial_matrix, is_lora
 from stillhouse.models.document_packing import COLUMNS, UnpackedRows
 from stillhouse.models.forward_modes import evaluating
@@ -75,7 +75,7 @@ def build_megatron_student(
         "expert_model_parallel_size": degrees.experts,
         "expert_tensor_parallel_size": 1,
     }
-    settings, reduction = split_options(layout.options)
+    settings, data_parallel = split_options(layout.options)
     if layout.recompute and any(name.startswith("recompute_") for name in settings):
         raise ValueError("train.activation_checkpointing with parallel.megatron.recompute_…: expected one of the two")
     parallel_state.destroy_model_parallel()  # the groups of another layout, whose student is not used any more
@@ -85,21 +85,31 @@ def build_megatron_student(
     sends_shapes = layout.stages > 1 and sizes["virtual_pipeline_model_parallel_size"] is None
     options |= {"sequence_parallel": layout.sequence, "variable_seq_lengths": sends_shapes}
     student = _build_model(student_source, layout, mesh, options, is_student=True, prove=prove)
-    teacher = head = None
+    teacher = teacher_head = None
     if teacher_source is not None and teacher_head_only:
-        heads = {}
-        with mesh.ranks.all_raise(ProofError):
-            if mesh.coordinate("pipeline") == layout.last_rank:
-                heads[teacher_source.name] = load_head(teacher_source, layout, mesh)
-                head = DecoderHead(heads[teacher_source.name])
-        if teacher_source.has_values:
-            prove_heads(mesh, heads)
+        teacher_head = _teacher_head(teacher_source, layout, mesh)
     elif teacher_source is not None:
         teacher = _build_model(teacher_source, layout, mesh, options, is_student=False, prove=prove)
-    is_base = student_source.teacher_is_base
     return MegatronStudent(
-        layout, mesh, student, teacher=teacher, teacher_head=head, teacher_is_base=is_base, data_parallel=reduction
+        layout,
+        mesh,
+        student,
+        teacher=teacher,
+        teacher_head=teacher_head,
+        teacher_is_base=student_source.teacher_is_base,
+        data_parallel=data_parallel,
     )
+
+
+def _teacher_head(source: ModelSource, layout: Layout, mesh: Mesh) -> DecoderHead | None:
+    """Load and prove a teacher's head on the ranks with the last stage. A collective of all processes."""
+    heads: dict[str, Decoder] = {}
+    with mesh.ranks.all_raise(ProofError):
+        if mesh.coordinate("pipeline") == layout.last_rank:
+            heads[source.name] = load_head(source, layout, mesh)
+    if source.has_values:
+        prove_heads(mesh, heads)
+    return DecoderHead(heads[source.name]) if heads else None
 
 
 def _build_model(

@@ -199,13 +199,19 @@ class _SchedulePass:
     def forward_step(self, data: Iterator[Any], model: nn.Module) -> tuple[Any, Any]:
         """Run a chunk on the next micro-batch. data: its rows, the processor's context, its load-balancing loss."""
         rows, context, loss = next(data)
-        hook = {"output_processor": self._chunks.processor, "output_processor_context": (rows, context, [])}
         balance = self._chunks.balance
         with loss.during_student():
             if balance is not None:
                 balance.current = balance.current._replace(rows=rows)
             # no mask: attention is causal within documents, and padding is behind its document
-            output = model(rows.ids_NL, rows.positions_NL, None, packed_seq_params=rows.packed, **hook)
+            output = model(
+                rows.ids_NL,
+                rows.positions_NL,
+                None,
+                packed_seq_params=rows.packed,
+                output_processor=self._chunks.processor,
+                output_processor_context=(rows, context, []),
+            )
             output = output[-1] if isinstance(output, tuple) else output  # the last depth has the loss
             if balance is not None and self._backward:
                 current = balance.current
@@ -247,10 +253,9 @@ def build_chunks(config: PreTrainedConfig, transformer: TransformerConfig) -> li
     family, count = require_family(config), transformer.virtual_pipeline_model_parallel_size
     has_engine = transformer.transformer_impl == "transformer_engine"
     rows, ranks = config.vocab_size, transformer.tensor_model_parallel_size
-    scale = torch.tensor(config.hidden_size**0.5).to(transformer.params_dtype)
     chunks = []
     for vp_stage in [None] if count is None else range(count):
-        place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+        ignore_virtual = vp_stage is None
         block, mtp = _block_spec(config, transformer, family, vp_stage), None
         if transformer.mtp_num_layers:  # these layers are like the last layer
             mtp = get_gpt_mtp_block_spec(transformer, block, has_engine, vp_stage=vp_stage)
@@ -261,8 +266,8 @@ def build_chunks(config: PreTrainedConfig, transformer: TransformerConfig) -> li
             block,
             rows + -rows % ranks,  # with padding, so that each of the tensor ranks has the same number
             config.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(**place),
-            post_process=parallel_state.is_pipeline_last_stage(**place),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
             share_embeddings_and_output_weights=config.tie_word_embeddings,
             position_embedding_type="rope",
             mtp_block_spec=mtp,
@@ -281,7 +286,10 @@ def build_chunks(config: PreTrainedConfig, transformer: TransformerConfig) -> li
         if has_embedding and config.pad_token_id is not None:
             model.embedding.word_embeddings.register_forward_hook(partial(_frozen_padding, config.pad_token_id))
         if has_embedding and family.gemma:
-            model.embedding.register_forward_hook(lambda module, inputs, output: output * scale.to(output))
+            gemma_scale = torch.tensor(config.hidden_size**0.5).to(transformer.params_dtype)
+            model.embedding.register_forward_hook(
+                lambda module, inputs, output, scale=gemma_scale: output * scale.to(output)
+            )
         # with a GPU, Megatron-Core creates the router's weight in host memory
         chunks.append(model if transformer.use_cpu_initialization else model.to(torch.cuda.current_device()))
     return chunks

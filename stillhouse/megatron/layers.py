@@ -243,9 +243,9 @@ class ExpertProjection(nn.Module):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any):
         super().__init__()
-        options: dict[str, Any] = {"dtype": config.params_dtype, "device": _device(config)}
-        self.weight_IO = nn.Parameter(torch.empty(input_size, output_size, **options))
-        self.shift_1O = nn.Parameter(torch.empty(1, output_size, **options))
+        dtype, device = config.params_dtype, _device(config)
+        self.weight_IO = nn.Parameter(torch.empty(input_size, output_size, dtype=dtype, device=device))
+        self.shift_1O = nn.Parameter(torch.empty(1, output_size, dtype=dtype, device=device))
         for parameter in self.parameters():
             # Megatron-Core reads these: whose gradients are added up over which ranks, and counted in the norm
             parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]

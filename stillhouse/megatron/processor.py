@@ -58,23 +58,7 @@ class MegatronProcessor:
     ):
         while isinstance(inner := getattr(model, "module", None), nn.Module):
             model = inner
-        name = f"{type(model).__name__} of megatron-core {megatron.core.__shortversion__}"
-        functions = [model.forward, *([model._postprocess] if hasattr(model, "_postprocess") else [])]
-        if not all(_reads(function, "output_processor") for function in functions):
-            raise ValueError(
-                f"{name} does not call an output processor: expected a GPTModel of megatron-core 0.18 or later"
-            )
-        config = getattr(model, "config", None)
-        if getattr(config, "mtp_num_layers", None) and not isinstance(model, MultiTokenGPTModel):
-            raise ValueError(
-                f"{name} with mtp_num_layers: Megatron would also minimise its own cross-entropy from logits, beside "
-                "the processor; expected stillhouse.megatron.processor.MultiTokenGPTModel"
-            )
-        if getattr(config, "defer_embedding_wgrad_compute", False):
-            raise ValueError(
-                "defer_embedding_wgrad_compute=True keeps the inputs of the output layer, but an output processor "
-                "does not call this layer; expected False"
-            )
+        _require_hook(model)
         require_callable(processor)
         self.processor, self.vocab_size, self.softcap, self.flat = processor, vocab_size, softcap, flat
         self._shards: dict[tuple[Any, ...], VocabShard] = {}
@@ -104,19 +88,13 @@ class MegatronProcessor:
             hook(output_layer, ())
         if output_layer.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=output_layer.tp_group)
-        group, rows = output_layer.tp_group, len(weight_VD)
-        shard: VocabShard | None = None
-        if group is not None and group.size() > 1:
-            key = (group, rows, output_layer.sequence_parallel)
-            if key not in self._shards:
-                start = group.rank() * rows
-                # with sequence parallelism, the backward of the gather sums the gradient (a reduce-scatter)
-                summed_here = not output_layer.sequence_parallel
-                self._shards[key] = VocabShard(start, start + rows, group, reduce_hidden_grad=summed_here)
-            shard = self._shards[key]
-        scale = float(scale_logits(torch.ones(())))
         head = OutputHead(
-            weight_VD, output_layer.bias, vocab_size=self.vocab_size, scale=scale, softcap=self.softcap, shard=shard
+            weight_VD,
+            output_layer.bias,
+            vocab_size=self.vocab_size,
+            scale=float(scale_logits(torch.ones(()))),
+            softcap=self.softcap,
+            shard=self._shard(output_layer, len(weight_VD)),
         )
         result = self.processor(hidden_states=hidden_states.transpose(0, 1), head=head, context=context, depth=depth)
         return (self._packed(result),) if self.flat else result
@@ -142,6 +120,18 @@ class MegatronProcessor:
             "or a tensor"
         )
 
+    def _shard(self, output_layer: Any, rows: int) -> VocabShard | None:
+        group = output_layer.tp_group
+        if group is None or group.size() == 1:
+            return None
+        key = (group, rows, output_layer.sequence_parallel)
+        if key not in self._shards:
+            start = group.rank() * rows
+            # with sequence parallelism, the backward of the gather sums the gradient (a reduce-scatter)
+            summed_here = not output_layer.sequence_parallel
+            self._shards[key] = VocabShard(start, start + rows, group, reduce_hidden_grad=summed_here)
+        return self._shards[key]
+
 
 class MultiTokenGPTModel(GPTModel):
     """A GPTModel that also calls the output processor for every depth of multi-token prediction.
@@ -160,9 +150,14 @@ class MultiTokenGPTModel(GPTModel):
         **options: Any,
     ) -> Any:
         if output_processor is None or not self.config.mtp_num_layers:
-            options |= {"mtp_in_postprocess": mtp_in_postprocess, "extra_block_kwargs": extra_block_kwargs}
-            options |= {"output_processor": output_processor, "output_processor_context": output_processor_context}
-            return super()._postprocess(hidden_states=hidden_states, **options)
+            return super()._postprocess(
+                hidden_states=hidden_states,
+                output_processor=output_processor,
+                output_processor_context=output_processor_context,
+                mtp_in_postprocess=mtp_in_postprocess,
+                extra_block_kwargs=extra_block_kwargs,
+                **options,
+            )
         if not isinstance(output_processor, MegatronProcessor):
             raise ValueError(f"output_processor={output_processor!r}: expected a MegatronProcessor with its depths")
         if mtp_in_postprocess:
@@ -186,6 +181,26 @@ class MultiTokenGPTModel(GPTModel):
             for depth, hidden_SBD in enumerate(hidden_states.chunk(1 + self.config.mtp_num_layers))
         ]
         return (torch.stack([packed for (packed,) in results]),) if output_processor.flat else tuple(results)
+
+
+def _require_hook(model: nn.Module) -> None:
+    name = f"{type(model).__name__} of megatron-core {megatron.core.__shortversion__}"
+    functions = [model.forward, *([model._postprocess] if hasattr(model, "_postprocess") else [])]
+    if not all(_reads(function, "output_processor") for function in functions):
+        raise ValueError(
+            f"{name} does not call an output processor: expected a GPTModel of megatron-core 0.18 or later"
+        )
+    config = getattr(model, "config", None)
+    if getattr(config, "mtp_num_layers", None) and not isinstance(model, MultiTokenGPTModel):
+        raise ValueError(
+            f"{name} with mtp_num_layers: Megatron would also minimise its own cross-entropy from logits, beside the "
+            "processor; expected stillhouse.megatron.processor.MultiTokenGPTModel"
+        )
+    if getattr(config, "defer_embedding_wgrad_compute", False):
+        raise ValueError(
+            "defer_embedding_wgrad_compute=True keeps the inputs of the output layer, but an output processor does "
+            "not call this layer; expected False"
+        )
 
 
 def _reads(function: Any, argument: str) -> bool:

@@ -44,7 +44,7 @@ class MegatronRows:
         packs: whether documents are packed. uniform_shapes: all get the largest numbers of rows and columns.
         """
         made = [_gathered_rows(batch, packs) for batch in batches]
-        # the rows and the columns of all context ranks
+        # numbers of rows and columns, over all context ranks
         shapes = [(len(ids_NK), ids_NK.shape[1]) for ids_NK, _, _ in made]
         if uniform_shapes:
             shapes = [(max(count for count, _ in shapes), max(columns for _, columns in shapes))] * len(shapes)

@@ -52,14 +52,14 @@ class MegatronStudent(DistributedStudent):
         teacher: Chunks | None = None,
         teacher_head: DecoderHead | None = None,
         teacher_is_base: bool = False,
-        data_parallel: Mapping[str, Any] | None = None,
+        data_parallel: Mapping[str, Any],
     ):
         decoder, with_teacher = student.decoder, teacher if teacher_head is None else teacher_head
         self.layout, self.mesh, self.decoders, self.teacher_head = layout, mesh, [decoder], teacher_head
         self.teacher = None if with_teacher is None else with_teacher.decoder
         self.has_last_stage = mesh.coordinate("pipeline") == layout.degrees.pipeline - 1
         self.teacher_is_base = teacher_is_base
-        self.student = student.trained(layout.degrees.replicate, **(data_parallel or {}))
+        self.student = student.trained(layout.degrees.replicate, **data_parallel)
         self.teacher_chunks = teacher
         if teacher is not None:
             teacher.unrounded.clear()

@@ -16,7 +16,6 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -211,7 +210,7 @@ def local_blocks(
     value: returns a tensor of the shape of a parameter or a buffer, or None to leave it out.
     """
     for block in table.blocks:
-        tensor = value(attrgetter(block.parameter)(chunks[block.chunk]))
+        tensor = value(tensor_of(chunks[block.chunk], block.parameter))
         if tensor is not None:
             yield block, tensor[block.local]
 
@@ -234,6 +233,12 @@ def gather(
         seen.add(key)
         tensor[index] = part
     return full
+
+
+def tensor_of(chunk: nn.Module, name: str) -> Tensor:
+    """Return a parameter or a buffer."""
+    module, _, leaf = name.rpartition(".")
+    return getattr(chunk.get_submodule(module), leaf)
 
 
 def index_key(index: Index) -> tuple[tuple[int, int], ...]:
@@ -289,7 +294,7 @@ def load_from_source(
             if source.load_weights is not None:
                 _shard(part, chunk_table.blocks, shared, meshes)
                 for _, parameter in chunk_table.shapes:
-                    attrgetter(parameter)(chunk).untyped_storage().resize_(0)
+                    tensor_of(chunk, parameter).untyped_storage().resize_(0)
                 source.load_weights(part)
             unrounded |= copy_tensors(chunks, chunk_table, _freed_after_use(part, shared))
             save_as(decoder.pretrained, part.pretrained)
@@ -309,13 +314,13 @@ def copy_tensors(
     for block in table.blocks:
         blocks[block.name].append(block)
     unrounded: dict[Key, Tensor] = {}
-    untouched = {(number, name): attrgetter(name)(chunks[number]) for number, name in table.shapes}
+    untouched = {key: tensor_of(chunks[key[0]], key[1]) for key in table.shapes}
     for name, tensor in tensors:
         place = shard_slices(tensor)
         for block in blocks.pop(name, ()):
             if (parameter := untouched.pop(block.key, None)) is not None:
                 _allocate_zeros(parameter)
-            whole: Tensor = attrgetter(block.parameter)(chunks[block.chunk])
+            whole = tensor_of(chunks[block.chunk], block.parameter)
             target, within = whole[block.local], list[slice | int]()
             for part, shard in zip(block.index, place, strict=True):
                 first = shard.start

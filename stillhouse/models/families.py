@@ -1,7 +1,8 @@
 """Properties of model families: where a model's parts are, how it computes logits, and its plans for parallelism.
 
-They are read from transformers' configurations and modules; no family is recognised by its name. A family with
-another name for a setting, a plan, a part, a token or a source of noise needs a change in this file only.
+They are read from transformers' configurations and modules; no family is recognised by its name. If a new family has
+another name for a setting, a plan, a part, a token or a source of noise, that name is added to this file. Only the
+names of parameters that decide how an optimizer treats a weight are in `engine/optimizer.py`.
 """
 
 import json
@@ -185,8 +186,9 @@ def read_end_ids(name_or_path: str, revision: str | None = None, *, trust_remote
         try:
             config = GenerationConfig.from_pretrained(name_or_path, revision=revision or "main")
         except OSError:  # the file is optional; transformers, too, reads the configuration then
-            options = {"revision": revision, "trust_remote_code": trust_remote_code}
-            config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(name_or_path, **options))
+            config = GenerationConfig.from_model_config(
+                AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+            )
     return sorted(_end_ids(config))
 
 

@@ -66,11 +66,7 @@ def load_causal_lm(
     """
     what = f"model '{escaped(os.fspath(name_or_path))}'"
     failure = f"{what} cannot be loaded as a causal language model"
-    options: dict[str, Any] = {
-        "dtype": parse_dtype(dtype),
-        "attn_implementation": attention,
-        "trust_remote_code": trust_remote_code,
-    }
+    weights_dtype, quantization = parse_dtype(dtype), dict[str, Any]()
     with _missing_files_named(what, name_or_path, revision):
         require_safe_files(name_or_path, revision)
         with reading(failure):
@@ -79,11 +75,18 @@ def load_causal_lm(
             )
         if quantize is not None:
             with prefixed(failure):
-                options |= quantized_loading(config, quantize, options["dtype"], device)
+                quantization = quantized_loading(config, quantize, weights_dtype, device)
         build = auto_class(config, multimodal=multimodal)
         with _damaged_files_named(failure, name_or_path, revision), reading(failure):
             model, report = build.from_pretrained(
-                name_or_path, revision=revision or "main", use_safetensors=True, output_loading_info=True, **options
+                name_or_path,
+                revision=revision or "main",
+                dtype=weights_dtype,
+                attn_implementation=attention,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+                **quantization,
             )
         for module in model.modules() if quantize is not None and trained else ():  # before the first use
             if hasattr(module, REPACKS):

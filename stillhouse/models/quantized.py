@@ -80,9 +80,10 @@ def quantized_loading(
     configuration: Any
     with reading(f"{library} cannot be used"):
         if kind == "nf4":
-            options: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
             product_dtype = (config.dtype or torch.float32) if isinstance(dtype, str) else dtype
-            configuration = BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=product_dtype)
+            configuration = BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=product_dtype
+            )
         else:
             from torchao.quantization import Int8WeightOnlyConfig
 

@@ -125,12 +125,10 @@ def attend(
             f"attention '{VARLEN}' got {query_THD.dtype} on {query_THD.device.type}: expected bfloat16 or float16 "
             "on a CUDA device, by the dtype of the weights or by autocast, or another attention, such as sdpa"
         )
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    # without this option, torch's kernel takes fewer heads of keys as it does with it
-    if "enable_gqa" in _OPTIONS:
-        options["enable_gqa"] = query_THD.shape[1] != key_TGD.shape[1]
-    places = (cu_seqlens_M, cu_seqlens_M, longest, longest)
-    output_THD: Any = varlen_attn(query_THD, key_TGD, value_TGD, *places, **options)
+    # a torch without this option accepts fewer heads of keys than of queries in any case
+    grouped: Any = {"enable_gqa": query_THD.shape[1] != key_TGD.shape[1]} if "enable_gqa" in _OPTIONS else {}
+    places, size = (cu_seqlens_M, cu_seqlens_M, longest, longest), (-1 if window is None else window - 1, 0)
+    output_THD: Any = varlen_attn(query_THD, key_TGD, value_TGD, *places, scale=scale, window_size=size, **grouped)
     return output_THD
 
 

@@ -115,9 +115,11 @@ class Pipeline:
         assert len(markers) in (0, len(inputs)), "a teacher in the stages for only some of the micro-batches"
         for stage in self.stages.values():
             stage.inputs, stage.results = inputs, []
-        yield bool(markers)
-        for stage in self.stages.values():
-            stage.inputs, stage.results = (), []
+        try:
+            yield bool(markers)
+        finally:
+            for stage in self.stages.values():
+                stage.inputs, stage.results = (), []
 
     def _sum_embedding_gradient(self) -> None:
         """Set the gradients of the first stage's embedding and of its copy on the last stage to their sum."""

@@ -8,7 +8,6 @@ norm = runner.clip(1.0)
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,15 +15,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.dry_run import replaceable
 from stillhouse.models import Decoder, initialize_lora
-from stillhouse.models.dtensors import gathered_tensor, local
-from stillhouse.parallel.gradients import gradient_norm, reduce_partial_grads
+from stillhouse.models.dtensors import gathered_tensor
+from stillhouse.parallel.gradients import add_up_gradients, gradient_norm, reduce_partial_grads, scale_gradients
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import Pipeline
 from stillhouse.parallel.ranks import Ranks
@@ -235,12 +233,7 @@ class Runner(DistributedStudent):
         counted = [parameter for parameter in held if parameter is not copy]
         norm = gradient_norm(counted, degrees.processes // degrees.pipeline, self.ranks)
         if limit:
-            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
-            for gradient in (local(parameter.grad) for parameter in held):
-                by_dtype[gradient.dtype].append(gradient)
-            for dtype, gradients in by_dtype.items():
-                torch._foreach_mul_(gradients, factor.to(dtype))
+            scale_gradients(held, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     @contextmanager
@@ -250,13 +243,8 @@ class Runner(DistributedStudent):
         for parameter in self.summed_over_tensor_ranks:
             parameter.grad = None
         yield
-        present = [parameter.grad for parameter in self.summed_over_tensor_ranks if parameter.grad is not None]
-        if gradients := [local(gradient) for gradient in present]:
-            # one all-reduce in float32, on the device; the gradients may be in host memory
-            total = torch.cat([gradient.flatten().to(self.device, torch.float32) for gradient in gradients])
-            dist.all_reduce(total, group=self.mesh.weights.get_group("tensor"))
-            parts = zip(total.split([gradient.numel() for gradient in gradients]), gradients, strict=True)
-            torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in parts])
+        if self.summed_over_tensor_ranks:
+            add_up_gradients(self.summed_over_tensor_ranks, self.mesh.weights.get_group("tensor"), self.device)
         for parameter, gradient in zip(self.summed_over_tensor_ranks, before, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad

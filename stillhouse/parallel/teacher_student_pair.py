@@ -164,7 +164,7 @@ class TeacherStudentPair(nn.Module):
                 for loss in losses:
                     running.enter_context(loss.during_teacher(self._teacher_layers))
                 dtype = inputs.autocast if self.teacher_is_base else None
-                teacher_BSE = self.teacher_forward(micro_batch, teacher_BSE, dtype=dtype)
+                teacher_BSE = self._teacher_forward(micro_batch, teacher_BSE, dtype)
         # only the last stage has the heads
         if in_stage is not None and self.student.has_head:
             assert teacher_BSE is not None
@@ -182,8 +182,8 @@ class TeacherStudentPair(nn.Module):
             output = self.student(**arguments, processor=inputs.processor, context=context)
         return StageResults(output, teacher_BSE, [named for loss in losses for named in loss.losses()])
 
-    def teacher_forward(
-        self, micro_batch: MicroBatch, hidden_BSE: Tensor | None = None, *, dtype: torch.dtype | None = None
+    def _teacher_forward(
+        self, micro_batch: MicroBatch, hidden_BSE: Tensor | None, dtype: torch.dtype | None
     ) -> Tensor:
         """Return the teacher's hidden states after its layers on this stage; on the last stage, after its final norm
         and in the student's rows. dtype: the autocast dtype if the teacher is the student without its adapter.

@@ -59,14 +59,7 @@ def apply_fsdp(
             shard_placement_fn=lambda weight, processes=processes: Shard(int(len(local(weight)) % processes > 0)),
         )
     for layers in _by_shared_weights([*decoder.layers(), *decoder.mtp_layers()]):
-        named = [pair for layer in layers for pair in layer.named_parameters()]
-        trained = {parameter.dtype: name for name, parameter in named if parameter.requires_grad}
-        if len(trained) > 1:
-            names = ", ".join(f"'{name}' in {str(dtype).removeprefix('torch.')}" for dtype, name in trained.items())
-            raise ValueError(
-                f"{typename(decoder.pretrained)} has weights of several dtypes in a layer ({names}): transformers "
-                "keeps some of them in float32, and FSDP trains one dtype per layer; expected dtype float32"
-            )
+        _require_one_dtype(decoder, layers)
         inner(layers if len(layers) > 1 else layers[0], mesh=mesh)
     for module in (module for loss in decoder.layer_losses.values() for module in loss.modules()):
         # a separate FSDP group for each module: the weights may be float32, and a group must have one dtype
@@ -86,6 +79,17 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _require_one_dtype(decoder: Decoder, layers: Sequence[nn.Module]) -> None:
+    named = [pair for layer in layers for pair in layer.named_parameters()]
+    trained = {parameter.dtype: name for name, parameter in named if parameter.requires_grad}
+    if len(trained) > 1:
+        names = ", ".join(f"'{name}' in {str(dtype).removeprefix('torch.')}" for dtype, name in trained.items())
+        raise ValueError(
+            f"{typename(decoder.pretrained)} has weights of several dtypes in a layer ({names}): transformers keeps "
+            "some of them in float32, and FSDP trains one dtype per layer; expected dtype float32"
+        )
 
 
 def _by_shared_weights(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:

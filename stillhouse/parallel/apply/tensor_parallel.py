@@ -71,10 +71,11 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
                 if style.startswith("rowwise"):  # a family may add to its output in place (Llama 4)
                     matrix.register_forward_hook(lambda module, inputs, output: _LocalTensor.apply(output))
             continue
-        children = {path: child for path, child in module.named_children() if any(True for _ in child.parameters())}
+        named = list(module.named_children())
+        children = {path: child for path, child in named if next(child.parameters(), None) is not None}
         styles = [plan.get(plan_name(f"{name}.{path}"), "") for path in children]
-        # if only sharded matrices read the module's input, several of them sharded by columns, and no adapter, which
-        # has a replicated matrix
+        # one all-reduce of the input's gradient suffices if all readers of the input are sharded, several of them by
+        # columns, and none has an adapter (its other matrix is replicated)
         if all(styles) and styles.count("colwise") > 1 and not any(map(lora_parts, children.values())):
             module.register_forward_pre_hook(partial(_replicate_input, mesh), with_kwargs=True)
     _cut_vocabulary(decoder, mesh)
