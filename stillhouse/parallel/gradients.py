@@ -15,7 +15,9 @@ from stillhouse.parallel.ranks import Ranks
 
 
 def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Sum `Partial` gradients over ranks, to each parameter's placements. Returns the parameters with a gradient."""
+    """Sum `Partial` gradients over ranks, so that a gradient has its parameter's placements. Returns the parameters
+    that have a gradient.
+    """
     held = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in held:
         if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
@@ -41,17 +43,18 @@ def gradient_norm(held: Iterable[nn.Parameter], processes: int, ranks: Ranks) ->
     """Return the norm of the global gradient, the same on every process, in float32 and on the gradients' device.
 
     Each element counts once, even if several processes have copies of it.
-    processes: the number of processes with a copy or a shard of each of these parameters. ranks: of all stages.
+    processes: the number of processes with a copy or a shard of each of these parameters. ranks: the ranks of all
+        pipeline stages.
     """
     counted = [parameter for parameter in held if parameter.grad is not None]
     if not counted:
         return ranks.sum(torch.zeros(())).sqrt()
     gradients = [local(parameter.grad) for parameter in counted]
-    # a kernel for many gradients instead of two for each one; torch's norm does not narrow float64
+    # one kernel for many gradients instead of two kernels per gradient; this norm does not convert float64 to float32
     if all(gradient.is_cuda and gradient.dtype != torch.float64 for gradient in gradients):
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         squares = list(torch._foreach_mul(norms, norms))
-    else:  # on a CPU, that norm adds up in another order, and the results there must stay the same to the bit
+    else:  # on a CPU, torch's norm sums in another order, and results on a CPU must stay the same to the bit
         squares = [gradient.float().square().sum() for gradient in gradients]
     shares = torch._foreach_div(squares, [float(copies(parameter, processes)) for parameter in counted])
     return ranks.sum(torch.stack(shares).sum()).sqrt()
