@@ -57,7 +57,7 @@ class LayerLosses(Protocol):
 
 @dataclass(frozen=True)
 class MtpLayersRun(LayerLosses):
-    """Runs the student's MTP layers on the stage with the head, without a loss. next_tokens: appends next token ids"""
+    """Runs the student's MTP layers on the stage with the head, without a loss. next_tokens: appends the next ids"""
 
     next_tokens: NextTokens
 

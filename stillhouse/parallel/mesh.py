@@ -1,7 +1,7 @@
 """The processes of a run as meshes: the degrees of a layout, this process's coordinates, and its process groups.
 
-From slowest to fastest, the axes are pipeline, replicate, fsdp, context and tensor. So ranks that communicate a lot are
-neighbours. The experts of a layer are distributed over neighbouring ranks of the last three axes.
+From slowest to fastest, the axes are pipeline, replicate, fsdp, context and tensor. So ranks that communicate a lot
+are neighbours. The experts of a layer are distributed over neighbouring ranks of the last three axes.
 """
 
 from dataclasses import asdict, dataclass
@@ -81,7 +81,7 @@ class Mesh:
             self.ranks = Ranks(None, device)
             return
         pipeline, replicate, shard, tensor = degrees.pipeline, degrees.replicate, degrees.shard, degrees.tensor
-        # new groups do not inherit the default group's timeout (torch 2.13); a backend without messages has no timeout
+        # new groups do not inherit the default group's timeout (torch 2.13). A backend without messages has no timeout
         options = _get_default_group()._get_backend(device).options
         self._timeout: timedelta | None = None if options is None else options._timeout
         self.weights = self._grid(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)

@@ -78,6 +78,6 @@ class StageWithConstants(PipelineStage):
         return [message for message in super()._get_init_p2p_neighbors_ops() if message.group_peer != self.group_rank]
 
     def _differentiable(self, values: Any, *, inverse: bool = False) -> tuple[Any, ...]:
-        """Select the outputs (or their gradients) that require a gradient. With `inverse`, select all other outputs."""
+        """Return the outputs (or their gradients) that require a gradient, or with `inverse`, all other outputs."""
         pairs = zip(values, self.output_requires, strict=True)
         return tuple(value for value, requires in pairs if requires != inverse)

@@ -15,7 +15,7 @@ from stillhouse.parallel import watchdog
 
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-#: the minimum timeout of a collective: rank 0 may take hours to write a large model, and the watchdog finds hung ranks
+#: the minimum timeout of a collective: rank 0 may take hours to write a large model. The watchdog finds hung ranks
 #: earlier
 GROUP_SECONDS = 6 * 3600.0
 
@@ -79,7 +79,7 @@ def wait_for_all() -> None:
 
 @contextmanager
 def temporary_groups(device: torch.device = CPU) -> Iterator[None]:
-    """Destroy the process groups that the block creates, because groups keep threads (gloo) or GPU memory (NCCL). At
+    """Destroy the process groups that the block creates. Groups keep threads (gloo) or memory of the GPU (NCCL). At
     the end of the block, no process may use these groups any more. device: the device on which the block computes.
     """
     before = set(_world.pg_map)
@@ -106,8 +106,8 @@ def destroy_process_group() -> None:
 def choose_device(name: str) -> torch.device:
     """Return the device with this name: auto, cpu, mps, cuda or cuda:N.
 
-    "auto" is a CUDA device, else Apple's GPU (MPS, for a single process), else the CPU. Raises ValueError for a device
-    that this machine does not have, or that several processes cannot share.
+    "auto" is a CUDA device, else Apple's GPU (MPS, for a single process), else the CPU. Raises ValueError for a
+    device that this machine does not have, or that several processes cannot share.
     """
     if name == "auto":
         has_mps = torch.backends.mps.is_available() and process_count() == 1
@@ -138,7 +138,7 @@ def best_precision(device: torch.device) -> str:
 
 
 def use_deterministic_algorithms() -> None:
-    """For the rest of this process, let torch raise an error for an algorithm whose results may differ in a repeat."""
+    """For the rest of this process, let torch raise an error for an algorithm that may not repeat its bits."""
     # torch requires this variable, and cuBLAS reads it before its first product
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

@@ -18,7 +18,7 @@ from stillhouse.config import ConfigError
 from stillhouse.dry_run import replaceable
 from stillhouse.parallel.host_memory import copied_to
 
-#: in `Ranks.exchange`: the bytes of a content's length, and of its first part. The metrics of a step fit into this part
+#: in `Ranks.exchange`: the bytes of a content's length, and of its first part. A step's metrics fit into this part
 LENGTH_BYTES, FIRST_BYTES = 8, 1016
 _SECONDS_BETWEEN_LOOKS = 0.02
 
@@ -119,9 +119,9 @@ class Ranks:
     def all_raise(self, *kinds: type[BaseException]) -> Iterator[list[Any]]:
         """If the block raises an error of one of these kinds on any process, raise it on all processes.
 
-        Otherwise, the other processes would wait for the failed process in their next collective. If several processes
-        fail, the error is chosen by the order of `kinds`, then by the lowest rank. Yields a list to which the block
-        may add results. After the block, the list has the results of all processes, by rank.
+        Otherwise, the other processes would wait for the failed process in their next collective. If several
+        processes fail, the error is chosen by the order of `kinds`, then by the lowest rank. Yields a list to which
+        the block may add results. After the block, the list has the results of all processes, by rank.
         """
         results: list[Any] = []
         if self.size == 1:
@@ -145,7 +145,7 @@ class Ranks:
     @contextmanager
     def shared(self, *kinds: type[BaseException]) -> Iterator["Shared"]:
         """Give all processes the value that the first process has at the end of the block. If the block of the first
-        process raises an error of one of these kinds, raise it on all processes. The other blocks must not communicate.
+        process raises an error of these kinds, raise it on all processes. The other blocks must not communicate.
         """
         shared = Shared()
         if self.size == 1:
@@ -187,8 +187,8 @@ def _encoded(error: BaseException, kinds: Sequence[type[BaseException]]) -> list
 
 
 class EarlyMessages:
-    """Sends messages to the first rank through the job's store, while the main threads of all ranks compute. A message
-    that is not received in time is lost. So a later collective must send the content of each message again.
+    """Sends messages to the first rank through the job's store, while the ranks' main threads compute. A message that
+    is not received in time is lost. So a later collective must send the content of each message again.
     """
 
     def __init__(self) -> None:

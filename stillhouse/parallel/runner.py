@@ -31,10 +31,10 @@ from stillhouse.parallel.teacher_student_pair import DecoderHead, StageInputs, S
 
 
 class ShardedMicroBatches(list[MicroBatch]):
-    """This process's micro-batches of a step, on its device. A context rank has only its columns of the sequences.
+    """The micro-batches of this process in a step, on its device. A context rank has only its columns of sequences.
 
     all_ranks: all micro-batches of the step, with full sequences. uniform_shapes: see `padded_shapes`.
-    on_cpu: the same micro-batches in host memory, where reading them does not wait for the device; by default `parts`.
+    on_cpu: the same micro-batches in host memory, where reading does not wait for the device; by default `parts`.
     """
 
     def __init__(

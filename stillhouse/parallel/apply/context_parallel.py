@@ -95,7 +95,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
 
 @contextmanager
 def whole_sequences(decoder: Decoder, group: ProcessGroup | None) -> Iterator[None]:
-    """Within the block, a decoder gets whole sequences. group: the context ranks; None without context parallelism."""
+    """Within the block, a decoder gets whole sequences. group: the context ranks, or None without such ranks."""
     attention = decoder.packing.attention
     if group is None:
         yield
