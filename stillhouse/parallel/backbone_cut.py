@@ -1,12 +1,12 @@
 """Finds out whether the layers of a backbone can run in different pipeline stages.
 
 A stage runs the code of the whole backbone, including masks and position embeddings, but only the layers of this
-stage. On a later stage, the received hidden states replace the input of the model's first layer. This is correct only
-if no layer reads any other value that another stage computes.
+stage. On a later stage, the received hidden states replace the input of the model's first layer. This is correct
+only if no layer reads any other value that another stage computes.
 
-Two runs of the backbone prove this. Recorders replace the layers. The first run gets token ids, as on the first stage.
-The second run gets hidden states and is without the parts of other stages, as on later stages. The backbone must pass
-each layer's output to the next layer. All other arguments of the layers must be equal in both runs, and must not
+Two runs of the backbone prove this. Recorders replace the layers. The first run gets token ids, as on the first
+stage. The second run gets hidden states and lacks the parts of other stages, as on later stages. The backbone must
+pass each layer's output to the next layer. All other arguments of the layers must be equal in both runs, and must not
 depend on embeddings or on other layers. Both runs are without the parts beside the language model, such as a vision
 tower, which only the first stage has. Another proof covers these parts.
 

@@ -131,7 +131,7 @@ def _build(
     student, teacher = student_source.build(), None if teacher_source is None else teacher_source.build()
     # the configuration has this rule, too, but parity builds layouts that do not come from the configuration
     if student.mtp is not None and layout.stages > 1 and SCHEMES[layout.schedule].splits_backward:
-        # torch (2.13) runs backward twice through the graph that the depths share, and the first run frees its buffers
+        # torch (2.13) runs backward twice through the graph that the depths share; the first run frees the buffers
         raise ValueError(
             f"schedule {layout.schedule} with multi-token prediction: torch cannot split the backward of its stage "
             "into input and weights; expected schedule gpipe, 1f1b or interleaved"
@@ -151,8 +151,8 @@ def _build(
 def _plan_stages(
     layout: Layout, student: Decoder, teacher: Decoder | None, teacher_in_stages: Decoder | None
 ) -> StagePlan:
-    """Plan the stages. teacher: the teacher model, perhaps only its head. teacher_in_stages: the model whose layers run
-    as the teacher's layers. It is the student if the teacher is the student without its adapter.
+    """Plan the stages. teacher: the teacher model, perhaps only its head. teacher_in_stages: the model whose layers
+    run as the teacher's layers. It is the student if the teacher is the student without its adapter.
     """
     cut, teacher_cut = require_cuttable(student.config), None if teacher is None else require_cuttable(teacher.config)
     stages = split(layout.stages, cost_of(student, 3), None if teacher is None else cost_of(teacher, 1))

@@ -81,7 +81,7 @@ class Mesh:
             self.ranks = Ranks(None, device)
             return
         pipeline, replicate, shard, tensor = degrees.pipeline, degrees.replicate, degrees.shard, degrees.tensor
-        # new groups do not inherit the default group's timeout (torch 2.13). A backend without messages has no timeout
+        # new groups do not inherit the default group's timeout (torch 2.13). A group without messages has no timeout
         options = _get_default_group()._get_backend(device).options
         self._timeout: timedelta | None = None if options is None else options._timeout
         self.weights = self._grid(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)

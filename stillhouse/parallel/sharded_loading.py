@@ -1,4 +1,4 @@
-"""Reads weights from safetensors files into a distributed model. A process has only the shards of this rank in memory.
+"""Reads weights from safetensors files into a distributed model. Each process has only its shards in memory.
 
 decoder = empty_decoder(folder)           the full model on the meta device, which has shapes but no memory
 …                                         cut the model into stages, shard it
@@ -44,7 +44,7 @@ COMPARED_ELEMENTS = 2**24
 class ModelSource:
     """Builds a model and loads its weights.
 
-    build: returns the full model, with weights or on the meta device. It is called once for each stage on this process.
+    build: returns the full model, with weights or on the meta device. It is called once for each stage of a process.
     load_weights: loads the weights of the distributed model. It is None if `build` returns a model with weights.
     teacher_is_base: whether the teacher is this student without its adapter.
     offload: whether FSDP keeps the shards of this model in host memory between uses, even if the layout does not.
@@ -113,7 +113,8 @@ def load_weights(
     decoder: Decoder, folder: str | os.PathLike[str], device: torch.device, *, offload: bool = False
 ) -> None:
     """Allocate the memory of a decoder on the meta device, which may be cut and sharded, and read its weights from a
-    folder. offload: keep parameters in host memory, and only buffers on the device. Raises ValueError as `read_weights`.
+    folder. offload: keep parameters in host memory, and only buffers on the device. Raises the errors of
+    `read_weights`.
     """
     allocate(decoder, device, offload=offload)
     read_weights(decoder, folder)
@@ -126,8 +127,8 @@ def read_weights(
     The files may have the stacked weights of experts as one tensor per expert.
 
     prefix: read only the tensors whose names in the decoder begin with this prefix.
-    renamed: maps a tensor's name in the decoder's own files to its name in this folder, which is the folder of another
-        model. That model may have another size of vocabulary.
+    renamed: maps a tensor's name in the decoder's own files to its name in this folder, which has another model. That
+        model may have another size of vocabulary.
     """
     state = decoder.state_dict()
     is_head = {*state} <= {decoder.embedding_name, HEAD_WEIGHT, HEAD_BIAS}
@@ -179,8 +180,8 @@ def _read_rows(
     shard: Tensor, slices: list[slice], shape: torch.Size, parts: list[str], files: dict[str, Path], is_padded: bool
 ) -> None:
     """Read this process's `shard` of a global tensor. slices: the place of the shard. shape: the global shape. parts:
-    the names of the stored tensors that together have the global tensor's rows, in order. is_padded: whether the files
-    may have more or fewer rows of padding; missing rows become zero.
+    the names of the stored tensors that together have the global tensor's rows, in order. is_padded: whether the
+    files may have more or fewer rows of padding; missing rows become zero.
     """
     rows, *columns = slices or [slice(0)]
     above = 0  # the number of rows in the previous parts

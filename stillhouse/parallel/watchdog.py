@@ -70,7 +70,7 @@ def progress() -> None:
 
 @contextmanager
 def nested(phase: str, *, timed: bool = True) -> Iterator[None]:
-    """Within the block, the main thread is in another phase; then the previous phase continues. timed: see `enter`."""
+    """Within the block, the main thread is in another phase; then the previous one continues. timed: see `enter`."""
     before = None if _watchdog is None else _watchdog.state
     enter(phase, timed=timed)
     try:
