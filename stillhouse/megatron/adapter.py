@@ -1,8 +1,8 @@
 """An adapter (LoRA) in Megatron-Core's chunks, whose own weights stay frozen: W x becomes W x + (alpha / r) B A x.
 
 A linear layer of Megatron-Core may combine several projections of transformers (queries, keys and values; gate and up
-projection). Each projection has a separate A and B, and B A x is added to the projection's rows of the layer's output.
-The blocks of A and B are derived from the blocks of the layer's weight. So A and B are handled like other parameters.
+projection). Each projection has a separate A and B; B A x is added to the projection's rows of the layer's output.
+The blocks of A and B are derived from the blocks of the layer's weight, so both are handled like other parameters.
 
 S tokens of a row on this rank, B rows, I input width and O output width of a layer on this rank, R rank of A and B.
 """
@@ -55,7 +55,7 @@ class LoraBranch(nn.Module):
         self.A = nn.ParameterDict({name: weight_OI.new_empty(lora.r, weight_OI.shape[1]) for name in names})
         self.B = nn.ParameterDict({name: weight_OI.new_empty(height, lora.r) for name, height in heights.items()})
         sharded, full, dim = (self.B, self.A, 0) if self.is_column else (self.A, self.B, 1)
-        # Megatron-Core reads these attributes: they decide which gradients a tensor rank counts in the norm, and which
+        # Megatron-Core reads these attributes to decide which gradients a tensor rank counts in the norm, and which
         # gradients are summed over the tensor ranks
         for matrix in sharded.values():
             set_tensor_model_parallel_attributes(matrix, True, dim, 1)
@@ -122,7 +122,7 @@ def add_adapter(chunks: Sequence[Any], table: WeightTable, decoder: Decoder) -> 
                 "expected an adapter in layers of every stage, or fewer stages"
             )
         if chunk.pre_process and chunk.config.recompute_granularity is not None:
-            # parameters in layers that backward recomputes get gradients only if the layers' input requires a gradient
+            # parameters in recomputed layers get gradients only if the layers' input requires a gradient
             chunk.embedding.register_forward_hook(
                 lambda embedding, inputs, hidden_SBD: hidden_SBD.requires_grad_() if torch.is_grad_enabled() else None
             )

@@ -205,7 +205,7 @@ def megatron_logits(
 ) -> list[tuple[list[Tensor], int]]:
     """Run equal micro-batches without gradients, and return the logits of each of them on the last stage.
 
-    ids_BS, positions_BS: the tokens of all context ranks, and the tokens' positions in their documents. A rank gets the
+    ids_BS, positions_BS: the tokens of all context ranks, and the tokens' positions in their documents. A rank gets
     logits [B, S, rows] of each depth for its columns and its rows of the vocabulary, and the first row's number.
     """
     labels_T = torch.full_like(ids_BS.flatten(), -1)
@@ -277,6 +277,6 @@ def _drawn_matrices(shapes: Mapping[str, torch.Size], lora: Lora) -> Iterator[tu
 
 
 def _logits(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> tuple[list[Tensor], int]:
-    """An output processor that returns the logits of all depths, and the number of this rank's first vocabulary row."""
+    """An output processor that returns the logits of all depths, and the number of the rank's first vocabulary row."""
     by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
     return [head.logits(hidden_BSD) for hidden_BSD in by_depth], getattr(head.shard, "start", 0)

@@ -61,8 +61,8 @@ class Chunks:
 
     processor: calls the output processor of a pass. unrounded: the weights in float32 that were rounded to the
     parameters' dtype; the optimizer reads them. wrapped: the chunks in wrappers that sum the gradients of the data
-    ranks; empty for a frozen model. packs: whether the documents of a micro-batch are packed; otherwise, each document
-    has a row. decoder: the full model without values.
+    ranks; empty for a frozen model. packs: whether the documents of a micro-batch are packed; otherwise, each
+    document has a row. decoder: the full model without values.
     """
 
     decoder: Decoder
@@ -80,8 +80,8 @@ class Chunks:
         """Build the chunks of a model and load their weights. A collective of all ranks.
 
         decoder: the full model, whose values are not used. Its `packing` decides whether documents are packed.
-        Raises ValueError on all ranks if the chunks do not have each weight exactly once, and for a source that cannot
-        be loaded.
+        Raises ValueError on all ranks if the chunks do not have each weight exactly once, and for weights that the
+        source cannot load.
         """
         with refused_settings():
             models = build_chunks(decoder.config, transformer)

@@ -37,7 +37,7 @@ class MegatronEngine(Engine):
         autocast: torch.dtype | None = None,
         **options: Any,
     ):
-        """Create the engine. options: see `Engine`. Raises ValueError for options that this engine does not support."""
+        """Create the engine. options: see `Engine`. Raises ValueError for options that the engine does not support."""
         super().__init__(student, objective, **options)
         # a run's configuration with these options is already refused before a model is loaded
         others = [part.key for part in self.parts if not isinstance(part, (MtpLoss, RouterBalancing))]
@@ -108,7 +108,7 @@ class MegatronEngine(Engine):
             adam_eps=train.eps,
             clip_grad=0.0,
         )
-        # Megatron-Core's rule would be the number of dims, and an expert's bias has other dims than the stacked biases
+        # Megatron-Core decides by the number of dims, which differs between an expert's bias and the stack of biases
         decoder = self.student.decoders[0]
         kinds = weight_kinds([decoder])
         names = {name for name, parameter in decoder.named_parameters() if kinds[parameter] == "vector"}
