@@ -277,6 +277,6 @@ def _drawn_matrices(shapes: Mapping[str, torch.Size], lora: Lora) -> Iterator[tu
 
 
 def _logits(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> tuple[list[Tensor], int]:
-    """An output processor that returns the logits of all depths, and the number of the rank's first vocabulary row."""
+    """An output processor that returns the logits of all depths, and the number of the first vocabulary row here."""
     by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
     return [head.logits(hidden_BSD) for hidden_BSD in by_depth], getattr(head.shard, "start", 0)

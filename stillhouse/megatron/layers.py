@@ -153,8 +153,8 @@ class LatentAttention(MLASelfAttention):
     """Multi-head latent attention whose gradients are exact under tensor parallelism.
 
     All heads use the same rotated part of the keys, so the heads of a tensor rank give only a part of its gradient.
-    Megatron-Core's local layers do not sum these parts. Here the projection's output is sharded over the tokens again,
-    as with Transformer Engine, so the backward of the gather that follows sums the parts.
+    Megatron-Core's local layers do not sum these parts. Here the projection's output is again sharded over tokens, as
+    with Transformer Engine, so the backward of the gather that follows sums the parts.
     """
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,8 +177,8 @@ def _gathered(heads_SBHC: Tensor) -> Tensor:
 class RmsNorm(nn.Module):
     """RMSNorm with sequence parallelism, which Megatron-Core's own norm refuses without Transformer Engine and Apex.
 
-    As in transformers, the normalized values are rounded, then multiplied by the weight. rounds_last: whether they are
-    multiplied in float32, then rounded, as in gpt-oss. Gemma, whose factor is 1 + weight, always rounds last.
+    As in transformers, the normalized values are rounded, then multiplied by the weight. rounds_last: whether they
+    are multiplied in float32, then rounded, as in gpt-oss. Gemma, whose factor is 1 + weight, always rounds last.
     """
 
     def __init__(
@@ -269,8 +269,8 @@ class GateUpProjection(ExpertProjection):
 def add_balance(balance: RouterBalance, chunks: Sequence[nn.Module]) -> None:
     """Register hooks that add the current loss of `balance` in the routers of the chunks.
 
-    If backward recomputes a layer, the layer adds the loss only during recomputation, because the first forward has no
-    gradients. So `balance` must have the micro-batch's loss again when its backward begins (`chunks.py`).
+    If backward recomputes a layer, the layer adds the loss only during recomputation, because the first forward has
+    no gradients. So `balance` must have the micro-batch's loss again when its backward begins (`chunks.py`).
     """
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
@@ -290,7 +290,7 @@ def require_losses(chunks: Sequence[nn.Module], losses: Sequence[LayerLoss]) -> 
 
 
 def _add_loss(balance: RouterBalance, name: str, router: TopKRouter, inputs: tuple[Any, ...], outputs: Any) -> Any:
-    """Forward hook of a router. inputs: the first input is the hidden states [S, N, D] of N rows. outputs: the experts'
+    """Forward hook of a router. inputs: the first one is the hidden states [S, N, D] of N rows. outputs: the experts'
     factors for each token, [T, X], and the mask of the K experts that each token has chosen, [T, X].
     """
     if not balance.is_active:

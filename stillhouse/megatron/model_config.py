@@ -2,9 +2,9 @@
 
 The conversion is exact or refused: a setting that Megatron-Core does not compute in the same way raises ValueError
 with the configuration's key. Users may choose settings for memory, communication and speed. Settings that would
-change the model, the loss or the dtypes are refused. These are refused, too: graphs of a whole step, because the rows'
-lengths and the loss's divisor differ between steps; settings that need buffers from a trainer or another schedule; and
-settings for the head's gradient in the output layer, because this layer is not called.
+change the model, the loss or the dtypes are refused. Also refused are graphs of a whole step, because the rows'
+lengths and the loss's divisor differ between steps; settings that need buffers from a trainer or another schedule;
+and settings for the head's gradient in the output layer, because this layer is not called.
 
 C half of the width of a head.
 """

@@ -4,10 +4,10 @@
     targets = DistillTargets(labels, signals={TEACHER: signal})
     output = model(ids, positions, mask, output_processor=processor, output_processor_context=targets)
 
-On the last pipeline stage the model calls the hook instead of its output layer. Hidden states that are sharded over
-tensor ranks (sequence parallelism) are gathered, with a reduce-scatter in backward; [S, B, D] become [B, S, D], the
-order of Megatron's labels. The output layer's rows on this rank become a vocabulary shard. Packed sequences form one
-row (B = 1). On a context rank, the context must contain the labels of the rank's own tokens.
+On the last pipeline stage, the model calls the hook instead of its output layer. If hidden states are sharded over
+tensor ranks (sequence parallelism), they are gathered, with a reduce-scatter in backward. They are transposed from
+[S, B, D] to [B, S, D], the order of Megatron's labels. The output layer's rows on this rank are a vocabulary shard.
+Packed sequences form one row (B = 1). On a context rank, the context must contain the labels of this rank's tokens.
 
 S tokens per row, B rows, D width.
 """
@@ -34,15 +34,15 @@ _READS = ("LOAD_FAST", "LOAD_DEREF")
 
 
 class MegatronProcessor:
-    """An output processor for Megatron-Core's hook. Keep it as long as the model: it contains the vocabulary shard.
+    """An output processor for Megatron-Core's hook. Keep it as long as the model, because it has the vocabulary shard.
 
-    model: the model that will call this object; wrapped or not, and of any pipeline stage. vocab_size: the number of
-    real vocabulary rows if the output layer is padded; the padding rows get no probability. None: all rows are real.
-    softcap: the logits become softcap · tanh(logits / softcap); None: they stay.
+    model: the model that will call this object, wrapped or not, on any pipeline stage. vocab_size: the number of
+    vocabulary rows without padding; padding rows get no probability. If it is None, the output layer has no padding.
+    softcap: if it is not None, the logits become softcap · tanh(logits / softcap).
 
-    flat: for `build_schedule_plan`, whose nodes accept only tensors and pass a gradient to each of them. The hook
-    then returns a tuple with a single differentiable tensor, which stacks the tensors of the processor's result. For
-    an `ObjectiveOutput`, these are the loss and the metrics, and `unpack` restores it.
+    flat: for `build_schedule_plan`, whose nodes accept only tensors and pass a gradient to each of them. If it is set,
+    the hook returns a tuple with a single differentiable tensor, a stack of the tensors in the processor's result. For
+    an `ObjectiveOutput`, these tensors are the loss and the metrics, and `unpack` restores the `ObjectiveOutput`.
 
     Raises ValueError for a model that would not call the processor, or that would also minimise another loss.
     """
@@ -82,7 +82,7 @@ class MegatronProcessor:
                 "the output layer's weight is a DTensor, which is not gathered for the output processor: expected "
                 "Megatron's own tensor parallelism, and data parallelism that keeps the output layer whole"
             )
-        # the output layer itself is not called, so run its pre-hooks here: in them, Megatron waits until the weight
+        # the output layer itself is not called, so its pre-hooks run here: in them, Megatron waits until the weight
         # is gathered (overlapped parameter gather)
         for hook in output_layer._forward_pre_hooks.values():
             hook(output_layer, ())
@@ -100,7 +100,7 @@ class MegatronProcessor:
         return (self._packed(result),) if self.flat else result
 
     def unpack(self, packed: Tensor) -> Any:
-        """Restore the `ObjectiveOutput` (of several depths, a tuple), without values per token, from a packed one."""
+        """Restore an `ObjectiveOutput`, or a tuple with one for each depth. Values per token are not restored."""
         if packed.dim() == 2:
             return tuple(self.unpack(depth) for depth in packed)
         loss, *metrics = packed.unbind()
@@ -136,7 +136,8 @@ class MegatronProcessor:
 class MultiTokenGPTModel(GPTModel):
     """A GPTModel that also calls the output processor for every depth of multi-token prediction.
 
-    With one, the last stage returns a tuple of its results for depths 0 … n, without Megatron's logits and loss.
+    With a processor, the last stage returns a tuple of the processor's results for depths 0 … n, instead of
+    Megatron's logits and loss.
     """
 
     def _postprocess(
@@ -204,7 +205,7 @@ def _require_hook(model: nn.Module) -> None:
 
 
 def _reads(function: Any, argument: str) -> bool:
-    """Whether a function has the argument and reads it. A function that drops it would compute another loss."""
+    """Whether a function has the argument and reads it. A function that ignores it would compute another loss."""
     if argument not in inspect.signature(function).parameters:
         return False
     code = getattr(inspect.unwrap(function), "__code__", None)
