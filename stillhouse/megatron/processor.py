@@ -34,15 +34,15 @@ _READS = ("LOAD_FAST", "LOAD_DEREF")
 
 
 class MegatronProcessor:
-    """An output processor for Megatron-Core's hook. Keep it as long as the model, because it has the vocabulary shard.
+    """An output processor for Megatron-Core's hook. Keep it as long as the model: it has the vocabulary shard.
 
     model: the model that will call this object, wrapped or not, on any pipeline stage. vocab_size: the number of
     vocabulary rows without padding; padding rows get no probability. If it is None, the output layer has no padding.
     softcap: if it is not None, the logits become softcap · tanh(logits / softcap).
 
-    flat: for `build_schedule_plan`, whose nodes accept only tensors and pass a gradient to each of them. If it is set,
-    the hook returns a tuple with a single differentiable tensor, a stack of the tensors in the processor's result. For
-    an `ObjectiveOutput`, these tensors are the loss and the metrics, and `unpack` restores the `ObjectiveOutput`.
+    flat: for `build_schedule_plan`, whose nodes accept only tensors and pass a gradient to each of them. The hook
+    then returns a tuple with a single differentiable tensor, a stack of the tensors in the processor's result. For an
+    `ObjectiveOutput`, these tensors are the loss and the metrics, and `unpack` restores the `ObjectiveOutput`.
 
     Raises ValueError for a model that would not call the processor, or that would also minimise another loss.
     """

@@ -1,4 +1,4 @@
-"""The rows of a micro-batch in Megatron-Core's layers: one row of packed documents, or a right-padded row per document.
+"""The rows of a micro-batch in Megatron-Core's layers: one row of packed documents, or a padded row per document.
 
 A context rank has a block of columns of each micro-batch, as with the torch engine. But in the layers, it has two
 chunks of each document (`context_positions`), so that all ranks have the same work. Therefore the ranks gather the
@@ -88,7 +88,7 @@ class MegatronRows:
 
 
 def _gathered_rows(batch: MicroBatch, packs: bool) -> tuple[Tensor, UnpackedRows, Sequence[int]]:
-    """Return a micro-batch's tokens [N, K] of all context ranks, its documents' places, and their numbers of columns."""
+    """Return a micro-batch's tokens [N, K] of all context ranks, and its documents' places and column counts."""
     shape_BS, count = batch.shape_BS, parallel_state.get_context_parallel_world_size()
     position_ids_BS, is_padding_BS = batch.position_ids_BS.expand(shape_BS), batch.is_padding_BS
     ids_BS = batch.input_ids_BS

@@ -38,8 +38,8 @@ class TrainedParameter:
     """A parameter of a chunk, and the part of the parameter that this data rank has.
 
     group: the data ranks that share the parameter. owner: the rank in the group on which the parameter is collected.
-    elements: the range of this rank's elements in the flattened parameter. optimizer: the optimizer of these elements;
-    None if there are none. master: their weights in float32.
+    elements: the range of this rank's elements in the flattened parameter. optimizer: these elements' optimizer; None
+    if there are no elements. master: the elements' weights in float32.
     """
 
     key: Key
@@ -131,7 +131,8 @@ def trained_parameters(chunks: Chunks, optimizer: Any) -> list[TrainedParameter]
 
 
 def require_partition(entries: Sequence[TrainedParameter]) -> None:
-    """Raise ValueError unless each element of each parameter is on exactly one data rank. A collective of the groups."""
+    """Raise ValueError unless each element of each parameter is on exactly one data rank. A collective of data ranks.
+    """
     groups: defaultdict[dist.ProcessGroup, list[TrainedParameter]] = defaultdict(list)
     for entry in entries:
         groups[entry.group].append(entry)

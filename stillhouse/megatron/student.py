@@ -1,9 +1,9 @@
 """A student in Megatron-Core's GPTModels, with the teacher's GPTModels in the same stages.
 
 The teacher's forward runs before the student's forward; the teacher's hidden states stay on the last stage. The full
-tensors of a stage are all-gathered one at a time from the blocks on its ranks (`weights.py`), so that no process needs
-memory for more than two copies of one tensor. Tensor ranks gather among themselves. For the tensors of experts, the
-ranks that share a layer's experts gather among themselves. So each replica gathers separately.
+tensors of a stage are all-gathered one at a time from the blocks on its ranks (`weights.py`), so that no process
+needs memory for more than two copies of one tensor. Tensor ranks gather among themselves. For the tensors of experts,
+the ranks that share a layer's experts gather among themselves. So each replica gathers separately.
 """
 
 from collections import defaultdict
@@ -136,7 +136,7 @@ class MegatronStudent(DistributedStudent):
         return results, [named for loss in losses for named in loss.losses()]
 
     def _run(self, inputs: Sequence[StageInputs], **options: Any) -> list[Any]:
-        """Run the student. If a signal is `InStage`, run the teacher before, whose hidden states replace the signal."""
+        """Run the student. If a signal is `InStage`, first run the teacher, whose hidden states replace the signal."""
         signals: list[dict[str, Any]] = [dict(entry.signals) for entry in inputs]
         name = next((name for name, signal in signals[0].items() if isinstance(signal, InStage)), None)
         if name is not None:

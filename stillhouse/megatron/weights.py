@@ -7,7 +7,7 @@ for block, gradient in local_blocks(chunks, table, lambda parameter: parameter.m
 
 A `ModelSource` loads weights into a decoder. So each chunk is loaded through a decoder that has the chunk's layers,
 in shards that contain all blocks that this rank has of a tensor. A process never has more in memory than its part of
-the model and one more tensor. For this, the chunk's memory is freed before the decoder's memory is allocated, and each
+the model and one more tensor. For this, the chunk's memory is freed before the decoder's memory is allocated. Each
 tensor of the decoder is freed when it has been copied.
 """
 
@@ -80,8 +80,8 @@ class Place:
 class Block:
     """A rectangle of one parameter of this rank, and the same rectangle of a tensor of the full model.
 
-    is_copy: whether the parameter is the last stage's copy of the embedding, for a tied head or MTP layers. Such a
-    block is not counted, because the first stage has the same block.
+    is_copy: whether the parameter is the last stage's copy of the embedding, for a tied head or MTP layers. The first
+    stage has the same block, and only that block is saved.
     """
 
     chunk: int
