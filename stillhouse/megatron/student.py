@@ -136,7 +136,7 @@ class MegatronStudent(DistributedStudent):
         return results, [named for loss in losses for named in loss.losses()]
 
     def _run(self, inputs: Sequence[StageInputs], **options: Any) -> list[Any]:
-        """Run the student. If a signal is `InStage`, first run the teacher, whose hidden states replace the signal."""
+        """Run the student. If a signal is `InStage`, first run the teacher; its hidden states replace the signal."""
         signals: list[dict[str, Any]] = [dict(entry.signals) for entry in inputs]
         name = next((name for name, signal in signals[0].items() if isinstance(signal, InStage)), None)
         if name is not None:

@@ -4,8 +4,8 @@ W x becomes W x + (alpha / r) B A x, where A is [r, inputs] and B [outputs, r] (
 peft's LoRA layers replace the linear layers, and the adapter's files have peft's format. peft is an optional
 dependency, so a function imports it only when it needs it.
 
-A server adds the layers of a LoRA that another process has trained (`LoraOptions`). It applies or refuses every option
-that changes the layers, because other layers would make another model.
+A server adds the layers of a LoRA that another process has trained (`LoraOptions`). It applies or refuses every
+option that changes the layers, because other layers would make another model.
 """
 
 import copy
@@ -75,8 +75,8 @@ def add_lora(
 ) -> Lora:
     """Add an adapter to an unsharded decoder and freeze all other parameters.
 
-    The matrices A and B are uninitialised until `initialize_lora`. Their dtype is float32, or the dtype of the layer's
-    weight if it is wider. targets: `ALL_LINEAR` (all linear layers of the language model except the head), or the
+    The matrices A and B are uninitialised until `initialize_lora`. Their dtype is float32, or the layer's weight dtype
+    if it is wider. targets: `ALL_LINEAR` (all linear layers of the language model except the head), or the
     last parts of module names. base, revision: the base model's name and revision in the adapter's files; by default,
     the name from which the model was loaded. Raises ValueError for targets that cannot have an adapter.
     """
@@ -270,7 +270,7 @@ class LoraOptions:
 
     @classmethod
     def of(cls, content: bytes) -> "LoraOptions":
-        """Parse the content of adapter_config.json. Raises ValueError if `add_lora` would not make the same layers."""
+        """Parse the content of adapter_config.json. Raises ValueError if `add_lora` would make other layers."""
         if importlib.util.find_spec("peft") is None:
             raise ValueError("an adapter needs peft, which is not installed; pip install 'stillhouse[lora]'")
         try:

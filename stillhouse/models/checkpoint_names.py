@@ -24,7 +24,7 @@ MTP = "mtp."
 
 
 def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
-    """Return the names that a tensor may have in transformers' files. A tied tensor may be saved under either name."""
+    """Return the names that a tensor may have in transformers' files. A tied tensor may be saved under any of them."""
     model, name = decoder.pretrained, base_name(name)
     prefix = f"{decoder.backbone_name}."
     if decoder.mtp is not None and name.startswith(MTP):
@@ -106,7 +106,7 @@ def parts_of_stack(decoder: Decoder, name: str) -> list[str]:
     """Return the names, in files, of the tensors that form the stack `name`, with a * for the expert's number.
 
     A file has one tensor per expert; a model has one stacked tensor. The list is empty if `name` is not a stack. If
-    there are two names (gate and up projection), an expert's rows are the rows of the first, then of the second tensor.
+    there are two names (gate and up projection), an expert has the rows of the first, then of the second tensor.
     """
     for conversion in get_model_conversion_mapping(decoder.pretrained):
         target = conversion.target_patterns[0]

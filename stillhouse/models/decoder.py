@@ -2,9 +2,9 @@
 
     tokens ─▶ backbone ─▶ hidden states ─▶ head(processor, context) ─▶ logits, or the processor's result
 
-The model is not patched: its base model is the backbone, and `Head` contains its output layer. `Decoder.pretrained` is
-the model itself, for its configuration, for saving and for generation. It shares all parameters with the decoder, but
-is not registered as a submodule, so that each parameter is registered once.
+The model is not patched: its base model is the backbone, and `Head` contains its output layer. `Decoder.pretrained`
+is the model itself, for its configuration, for saving and for generation. It shares all parameters with the decoder,
+but is not registered as a submodule, so that each parameter is registered once.
 
 B rows, S tokens per row, T = B·S, D width, E width of a teacher, V vocabulary.
 """
@@ -121,8 +121,8 @@ class Decoder(nn.Module):
     ) -> "Decoder":
         """Load a folder or a hub id; transformers gets the name unchanged.
 
-        `dtype`: a name such as "bfloat16", or "auto" or None for the dtype in which the weights were saved. None warns
-        if this dtype is narrower than float32, because rounding changes the results. `attention`: transformers'
+        `dtype`: a name such as "bfloat16", or "auto" or None for the dtype of the saved weights. None warns if this
+        dtype is narrower than float32, because rounding changes the results. `attention`: transformers'
         `attn_implementation`. `device`: some attention implementations can be verified only on a GPU. `quantize`:
         "int8", "nf4" or "fp8", for a frozen model (see `quantized.py`). `trained`: whether an adapter will be trained
         on it. `multimodal`: whether to load a vision tower even if the family has a class without the tower.
