@@ -131,8 +131,7 @@ def trained_parameters(chunks: Chunks, optimizer: Any) -> list[TrainedParameter]
 
 
 def require_partition(entries: Sequence[TrainedParameter]) -> None:
-    """Raise ValueError unless each element of each parameter is on exactly one data rank. A collective of data ranks.
-    """
+    """Raise ValueError unless each element of a parameter is on exactly one data rank. A collective of data ranks."""
     groups: defaultdict[dist.ProcessGroup, list[TrainedParameter]] = defaultdict(list)
     for entry in entries:
         groups[entry.group].append(entry)

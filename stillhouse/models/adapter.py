@@ -75,8 +75,8 @@ def add_lora(
 ) -> Lora:
     """Add an adapter to an unsharded decoder and freeze all other parameters.
 
-    The matrices A and B are uninitialised until `initialize_lora`. Their dtype is float32, or the layer's weight dtype
-    if it is wider. targets: `ALL_LINEAR` (all linear layers of the language model except the head), or the
+    The matrices A and B are uninitialised until `initialize_lora`. Their dtype is float32, or the weight's dtype if
+    it is wider. targets: `ALL_LINEAR` (all linear layers of the language model except the head), or the
     last parts of module names. base, revision: the base model's name and revision in the adapter's files; by default,
     the name from which the model was loaded. Raises ValueError for targets that cannot have an adapter.
     """

@@ -24,7 +24,7 @@ MTP = "mtp."
 
 
 def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
-    """Return the names that a tensor may have in transformers' files. A tied tensor may be saved under any of them."""
+    """Return the names that a tensor may have in transformers' files. A tied tensor may be saved under any name."""
     model, name = decoder.pretrained, base_name(name)
     prefix = f"{decoder.backbone_name}."
     if decoder.mtp is not None and name.startswith(MTP):

@@ -82,7 +82,7 @@ class UnpackedRows:
 
         is_padding_BS: bool. Documents that are only padding get no row. But if all documents are padding, the first
         one gets a row, because the backbone must run. If it is None, all documents get a row. lengths: the documents'
-        lengths for this padding; without them, they are read, which waits for the device. multiple: a divisor of the
+        lengths for this padding; without it, they are read, which waits for the device. multiple: a divisor of the
         number of columns. widths: for one row of all documents, the number of columns of each; without it, each
         document has a separate row. is_placeholder_BS: bool, the tokens that cannot be padding.
         """
@@ -124,7 +124,7 @@ class UnpackedRows:
         return values_BS.flatten(0, 1)[self.index_NL]
 
     def pack(self, values_NL: Tensor) -> Tensor:
-        """Return values [N, L, …] of rows as a micro-batch [B, S, …]. Documents without a row get arbitrary values."""
+        """Return values [N, L, …] of rows as a micro-batch [B, S, …]. Documents without a row get any values."""
         return self.pack_tokens(values_NL.flatten(0, 1)).unflatten(0, self.shape_BS)
 
     def pack_tokens(self, values: Tensor) -> Tensor:
@@ -323,13 +323,13 @@ def backbone_inputs(
     lengths: DocumentLengths | None = None,
     images: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Any], UnpackedRows | JoinedRow | None]:
-    """Return the arguments of a backbone whose caller gives no attention mask, and the rows of its outputs. These rows
-    are None if they are the micro-batch's rows.
+    """Return the arguments of a backbone for inputs without an attention mask, and the rows of its outputs, which are
+    None for the micro-batch's rows.
 
-    inputs: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and other tensors [B, S, …] of the tokens, which are placed
-    in rows like the ids. `axis_position_ids` [B, S, A] become a part of the backbone's positions. is_padding_BS,
-    lengths, images: see `Decoder.forward`. Raises ValueError for other inputs, such as images among `inputs`, and for
-    images if packed documents with images have not been proven to be exact.
+    inputs: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and other tensors [B, S, …] of the tokens, which are
+    placed in rows like the ids. `axis_position_ids` [B, S, A] become a part of the backbone's positions.
+    is_padding_BS, lengths, images: see `Decoder.forward`. Raises ValueError for other inputs, such as images among
+    `inputs`, and for images if packed documents with images have not been proven to be exact.
     """
     images = images or {}
     token_inputs = {key: value for key, value in inputs.items() if value is not None}

@@ -126,13 +126,13 @@ class ModelFacts:
         return getattr(self.text, f"base_model_{kind}_plan", None) or {}
 
     def sizes(self, name: str) -> Any:
-        """Return a size of the model, or a list of sizes if layers can differ. It is None if there is no such size."""
+        """Return a size of the model, or a list of sizes if layers can differ, or None if there is no such size."""
         if not self.is_heterogeneous:
             return getattr(self.text, name, None)
         return [getattr(layer, name, None) for layer in self.text.per_layer_config]
 
     def indivisible_size(self, names: Sequence[str], ranks: int) -> tuple[str, Any] | None:
-        """Return (name, value) of the first size that is not a multiple of `ranks`, or None. A value may be a list."""
+        """Return (name, value) of the first size that `ranks` does not divide, or None. The value may be a list."""
         for name in names:
             size = self.sizes(name)
             if any(count is not None and count % ranks for count in (size if isinstance(size, list) else [size])):
@@ -260,7 +260,7 @@ def is_of_experts(name: str) -> bool:
 
 
 def declare_mtp(config: PreTrainedConfig, depths: int) -> None:
-    """Write the number of MTP layers into a configuration, and their types if transformers has none for the family."""
+    """Write the number of MTP layers into a configuration, and their types for families without MTP layers."""
     text = text_config(config)
     text.num_mtp_layers = depths
     if not ModelFacts(config).declares_mtp:

@@ -58,9 +58,9 @@ class LayerLossModule(nn.Module):
 def checkpoint_contexts(
     losses: Mapping[str, LayerLossModule],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts in which a layer's forward runs and is recomputed. This is torch's `context_fn`, called when
-    the forward begins. Other micro-batches may run before backward recomputes the layer, so the second context
-    restores the values that the hooks had at the call.
+    """Return the contexts in which a layer's forward runs and is recomputed. This is torch's `context_fn`, which is
+    called when the forward begins. Other micro-batches may run before backward recomputes the layer, so the second
+    context restores the values that the hooks had at the call.
     """
     return nullcontext(), _Using([(loss, loss.current._replace(recomputing=True)) for loss in losses.values()])
 
