@@ -120,7 +120,7 @@ class Subject(ABC):
 
     @abstractmethod
     def run(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
-        """Return the hidden states [B, S, D] of each depth, or an empty list on a process without hidden states."""
+        """Return the hidden states [B, S, D] of each depth, or an empty list on a process that has none."""
 
     @torch.no_grad()
     def exchanged(self, *, other_noise: bool = False) -> list[tuple[Tensor, Tensor]]:

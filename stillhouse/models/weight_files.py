@@ -32,9 +32,9 @@ _NUMBERS = range(_SAMPLES)
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the files with the weights of a model's folder, sorted by name. Files may be missing.
 
-    The first of these that exists decides: the file or the index that `transformers_weights` in config.json names;
-    model.safetensors; the files that model.safetensors.index.json names. Raises ValueError for names of files that are
-    not safetensors files in the folder.
+    If config.json has `transformers_weights`, it names the file or an index of the files. Otherwise, it is
+    model.safetensors if this file exists, or else the files in model.safetensors.index.json. Raises ValueError for
+    names of files that are not safetensors files in the folder.
     """
     return [Path(folder) / name for name in sorted(set(_placed(Path(folder)).values()))]
 
@@ -102,7 +102,7 @@ def named_weights(folder: str, config: dict[str, Any]) -> str | None:
 
 
 def json_object(name: str | os.PathLike[str], file: str, revision: str | None = None) -> dict[str, Any]:
-    """Return a JSON file of a folder or hub id, or {} if there is no file. Raises ValueError if it is no JSON object."""
+    """Return a JSON file of a folder or hub id, or {} if it does not exist. Raises ValueError for other JSON values."""
     what = f"model '{escaped(os.fspath(name))}' cannot be read: its {file}"
     try:
         path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
