@@ -11,11 +11,12 @@ weighted sum over target tokens, divided by the step's number of target tokens, 
 must be on the same pipeline stage.
 
 Balance of experts: for each sequence and layer, the loss is X · Σ_x f_x P_x over X experts. f_x is the share of
-tokens that choose expert x; it has no gradient. P_x is the mean probability of expert x. This is eq. 4 of Fedus et al.
-2021 (arXiv:2101.03961), but f counts all K choices of a token, and sequences are separate as in eq. 17 of DeepSeek-V3
-(arXiv:2412.19437). The loss of a balanced sequence is K. A micro-batch has complete sequences, so the loss does not depend
-on how a step is split into micro-batches or over data and pipeline ranks. Context ranks sum their choices with an
-all-reduce. The loss is linear in P, so each context rank computes only the summands of its tokens' probabilities.
+tokens that choose expert x; it has no gradient. P_x is the mean probability of expert x. This is eq. 4 of Fedus et
+al. 2021 (arXiv:2101.03961), but f counts all K choices of a token, and sequences are separate as in eq. 17 of
+DeepSeek-V3 (arXiv:2412.19437). The loss of a balanced sequence is K. A micro-batch has complete sequences, so the
+loss does not depend on how a step is split into micro-batches or over data and pipeline ranks. Context ranks sum
+their choices with an all-reduce. The loss is linear in P, so each context rank computes only the summands of its
+tokens' probabilities.
 
 B sequences, S tokens of a sequence on this rank, T = B·S, X experts, K chosen experts per token, D width of the
 student, E width of the teacher.
@@ -42,8 +43,8 @@ HIDDEN = "hidden_"
 
 @dataclass(frozen=True)
 class HiddenPair:
-    """A layer of the student, and the teacher's layer that it has to match. Layers are numbered from 0; −1 is the last
-    layer.
+    """A layer of the student, and the teacher's layer that it has to match. Layers are numbered from 0; −1 is the
+    last layer.
     """
 
     student: int
@@ -74,7 +75,8 @@ class HiddenMatch(LayerLossModule):
     """The projectors of a student, and the hooks of its layers.
 
     layers: all layers of the student. pairs: the pairs on this stage, with different names and without negative layer
-    numbers. all_pairs: the pairs of all stages. projectors: the matrices P by the pairs' names; empty for equal widths.
+    numbers. all_pairs: the pairs of all stages. projectors: the matrices P by the pairs' names; empty for equal
+    widths.
     """
 
     name = "hidden_match"

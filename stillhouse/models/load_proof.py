@@ -8,11 +8,11 @@ with different tokens (a and a', b and b'). Two forward passes differ only in th
 
 If the model is causal, the hidden states of `p` do not change, because only later tokens change. If documents do not
 see each other, the hidden states of `q` do not change either. Both passes have the same shapes, documents and random
-numbers, so a model that separates documents gives the same bits, even in half precision, with dropout and with experts.
-In a small model that does not separate them, the hidden states change by 0.04 % or more. The first two pairs have
-different document borders, because an attention function could use the borders of one row for all rows. Row 4 has a
-document of row 2 at another place. In the third pair, only the first documents are exchanged. This finds models in
-which all tokens see the first tokens of the row.
+numbers, so a model that separates documents gives the same bits, even in half precision, with dropout and with
+experts. In a small model that does not separate them, the hidden states change by 0.04 % or more. The first two pairs
+have different document borders, because an attention function could use the borders of one row for all rows. Row 4
+has a document of row 2 at another place. In the third pair, only the first documents are exchanged. This finds models
+in which all tokens see the first tokens of the row.
 
 B rows, S columns, D width.
 """
@@ -55,8 +55,8 @@ from stillhouse.objective import OutputHead
 _UNCHANGED = 1e-4
 # the largest relative error of the logits, which may differ from the model's own logits only by the head's rounding
 _LOGIT_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# the largest relative change of a document at another place in a row, where every layer rounds differently. The median
-# over tokens is compared, because rounding can change the experts of single tokens
+# the largest relative change of a document at another place in a row, where every layer rounds differently. The
+# median over tokens is compared, because rounding can change the experts of single tokens
 PLACE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 
 _COLUMNS = 26
@@ -77,8 +77,8 @@ class ProbeDocuments:
 
     @classmethod
     def of(cls, vocabulary: int, *, depths: int = 0, multiple: int = 1) -> "ProbeDocuments":
-        """Return documents with fixed token ids below `vocabulary`. The number of columns is a multiple of `multiple`.
-        MTP depths need longer documents.
+        """Return documents with fixed token ids below `vocabulary`. The number of columns is a multiple of
+        `multiple`. MTP depths need longer documents.
         """
         columns = -(-(_COLUMNS + 4 * depths) // multiple) * multiple
         early, middle, late = columns * 6 // 16, columns // 2, columns * 9 // 16
@@ -137,8 +137,8 @@ class Subject(ABC):
 
     @torch.no_grad()
     def whole_rows(self) -> list[tuple[Tensor, Tensor]]:
-        """Return, for each depth, the hidden states of rows of one document, with the attention that reads lengths and
-        with the usual attention. The list is empty if no part uses attention that reads lengths.
+        """Return, for each depth, the hidden states of rows of one document, with the attention that reads lengths
+        and with the usual attention. The list is empty if no part uses attention that reads lengths.
         """
         if not any(attention.reads_lengths for attention in self.attentions):
             return []
@@ -240,9 +240,10 @@ def prove_hidden(
     """Check a decoder's hidden states, as `Subject.exchanged` and `Subject.whole_rows` return them.
 
     precision: the dtype of the matrix products, which determines the rounding; by default the hidden states' dtype.
-    training: whether the decoder was in train mode, where noise differs between the places in a row. Raises ProofError
-    for a model that is not causal. Raises PackingError if documents in a row see each other, if a document's place in
-    its row changes its hidden states, or if the attention that reads lengths gives other hidden states.
+    training: whether the decoder was in train mode, where noise differs between the places in a row. Raises
+    ProofError for a model that is not causal. Raises PackingError if documents in a row see each other, if a
+    document's place in its row changes its hidden states, or if the attention that reads lengths gives other hidden
+    states.
     """
     model, columns, start = decoder.pretrained, probe.ids_BS.shape[1], probe.starts_B[2]
 

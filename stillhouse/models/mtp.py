@@ -3,8 +3,8 @@
     decoder = MultiTokenDecoder.new(Decoder.from_pretrained(…), depths=1)
     next, second = decoder(input_ids, position_ids, processor=…, context=targets.shift_for_mtp(position_ids, 1))
 
-Row t of depth k is computed from row t of depth k − 1 and from the embedding of token t + k. Depth 0 is the main model
-after its final norm. The row predicts the label of row t + k, which `Targets.shift_for_mtp` moves to row t
+Row t of depth k is computed from row t of depth k − 1 and from the embedding of token t + k. Depth 0 is the main
+model after its final norm. The row predicts the label of row t + k, which `Targets.shift_for_mtp` moves to row t
 (DeepSeek-V3, arXiv:2412.19437, section 2.2). All depths use the main model's embedding and output head.
 
 transformers' `MtpModel` has the layers. They are called one by one, because its own forward drafts a single token per
@@ -202,8 +202,8 @@ class MultiTokenDecoder(nn.Module):
     ) -> tuple[Any, ...]:
         """Return the processor's results for depths 0, 1, …; without a processor, logits [B, S, V] for each depth.
 
-        `input_ids`: [B, S]. `position_ids`: [B, S] or [1, S]; they restart at each document of a row, and padding is a
-        separate document. The last k rows of a document have no label at depth k.
+        `input_ids`: [B, S]. `position_ids`: [B, S] or [1, S]; they restart at each document of a row, and padding is
+        a separate document. The last k rows of a document have no label at depth k.
         """
 
         def all_depths(

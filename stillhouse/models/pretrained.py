@@ -60,8 +60,9 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load a model by `from_pretrained` of `auto_class`. Every failure is a ValueError.
 
-    Missing weights are also an error, because transformers would only warn and initialise them at random. Buffers that
-    code from the folder does not initialise are an error, too. quantize: "int8", "nf4" or "fp8" (see `quantized.py`).
+    Missing weights are also an error, because transformers would only warn and initialise them at random. Buffers
+    that code from the folder does not initialise are an error, too. quantize: "int8", "nf4" or "fp8" (see
+    `quantized.py`).
     trained: whether gradients flow through quantized layers to an adapter. device: None means the CPU.
     """
     what = f"model '{escaped(os.fspath(name_or_path))}'"
@@ -119,8 +120,8 @@ def read_configuration(
 
 def auto_class(config: PreTrainedConfig, *, multimodal: bool = False) -> Any:
     """Return AutoModelForImageTextToText for a vision-language model whose language model has no separate class, and
-    AutoModelForCausalLM for all other models. It raises ValueError for an unknown model. multimodal: whether to choose
-    the class that reads images if the family has both classes.
+    AutoModelForCausalLM for all other models. It raises ValueError for an unknown model. multimodal: whether to
+    choose the class that reads images if the family has both classes.
     """
     # a model's folder may contain its class as code
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
@@ -152,7 +153,7 @@ def keep_in_float32(model: PreTrainedModel) -> None:
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
-    """Return the dtype with a name such as "bfloat16". None and "auto" give "auto", the dtype of the saved weights."""
+    """Return the dtype with a name such as "bfloat16". None and "auto" give "auto", the saved dtype."""
     if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
         return dtype or "auto"
     if dtype not in _DTYPES:
@@ -181,7 +182,7 @@ def _missing_files_named(what: str, name: str | os.PathLike[str], revision: str 
 
 @contextmanager
 def _damaged_files_named(failure: str, name: str | os.PathLike[str], revision: str | None) -> Iterator[None]:
-    """If a file with weights is missing or damaged, raise a ValueError that begins with `failure` and names the file."""
+    """If a file with weights is missing or damaged, raise a ValueError that begins with `failure` and names it."""
     if os.path.isdir(name):
         with prefixed(failure):
             tensor_files(name)
@@ -196,8 +197,8 @@ def _damaged_files_named(failure: str, name: str | os.PathLike[str], revision: s
 
 
 def require_safe_files(name: str | os.PathLike[str], revision: str | None = None) -> None:
-    """Raise ValueError if loading a folder or hub id would read weights from files other than safetensors in it, for an
-    adapter's folder, and for more than `MAX_LAYERS` layers. A name that does not exist raises no error here.
+    """Raise ValueError if loading a folder or hub id would read weights from files other than safetensors in it, for
+    an adapter's folder, and for more than `MAX_LAYERS` layers. A name that does not exist raises no error here.
     """
     folder = escaped(os.fspath(name))
     if os.path.isdir(name):

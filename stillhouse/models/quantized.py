@@ -39,19 +39,20 @@ FP8 = "fp8"
 _MULTIPLE = 16
 #: the first compute capability of CUDA devices that multiply in fp8
 _CAPABILITY = (8, 9)
-#: the largest allowed change of the logits by rounding: the median over tokens, relative to the logits' deviation from
-#: their mean over the vocabulary. It was 0.05 for a trained model, and 0.2 for models with random weights
+#: the largest allowed change of the logits by rounding: the median over tokens, relative to the logits' deviation
+#: from their mean over the vocabulary. It was 0.05 for a trained model, and 0.2 for models with random weights
 _LARGEST_CHANGE = 0.5
 _TOKENS = 64
-#: torchao computes the scale of an input row from the row's largest absolute value, or from this value if it is larger
+#: torchao computes the scale of an input row from the row's largest absolute value, or from this value if it is
+#: larger
 _LEAST = 1e-12
 #: if this attribute is set, bitsandbytes changes the layout of weights in their first evaluation on some CPUs, for
 #: kernels without gradients
 REPACKS = "support_avx512bf16_for_cpu"
 #: the library of each kind
 LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes", FP8: "torchao"}
-#: the number of random sign vectors with which a layer is checked, and the number of checked rows at the beginning, in
-#: the middle and at the end of the weight
+#: the number of random sign vectors with which a layer is checked, and the number of checked rows at the beginning,
+#: in the middle and at the end of the weight
 PROBES, ROWS = 16, 16
 #: a layer's error may be this multiple of the error of correct rounding, plus this share of the weights' norm
 LARGEST_ERROR, PRODUCT_ERROR = 1.5, 0.01
@@ -60,8 +61,8 @@ LARGEST_ERROR, PRODUCT_ERROR = 1.5, 0.01
 def quantized_loading(
     config: PreTrainedConfig, kind: str, dtype: torch.dtype | str, device: str | torch.device | None
 ) -> dict[str, Any]:
-    """Return the arguments of transformers' `from_pretrained` that quantize a model during loading. For fp8, there are
-    none.
+    """Return the arguments of transformers' `from_pretrained` that quantize a model during loading. For fp8, there
+    are none.
 
     Raises ValueError if the library is not installed or the device cannot run the kind, and for a model that is
     already quantized. dtype: the model's dtype, or "auto" for the dtype of the saved weights.
@@ -160,7 +161,8 @@ def _check_layer(name: str, layer: Any, kind: str, dtype: torch.dtype, saved_RD:
     signs_ND = torch.randint(2, (PROBES, width), generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
     signs_ND = signs_ND.to(weight.device)
     with reading(f"{what}; {remedy}; {LIBRARIES[kind]} says"):
-        # a copy, because bitsandbytes changes a weight's layout, and the dtype of later products, in the first product
+        # a copy, because bitsandbytes changes a weight's layout, and the dtype of later products, in the first
+        # product
         products_NR = copy.deepcopy(layer)(signs_ND.to(dtype)).float()
     if layer.bias is not None:
         products_NR -= layer.bias.float()
@@ -196,7 +198,7 @@ def _rounded(right_RD: Tensor, kind: str, weight: Any) -> Tensor:
 
 
 def decoded(weight: Any) -> Tensor:
-    """Return the values of a weight's 4-bit codes, in float32. There are two codes per byte, and one scale per block."""
+    """Return the values of a weight's 4-bit codes in float32. There are two codes per byte, one scale per block."""
     state = weight.quant_state
     scales = state.absmax
     if state.nested:

@@ -1,9 +1,10 @@
-"""Variable-length attention: packed documents lie in one row, and torch's flash kernel gets the places of their borders.
+"""Variable-length attention: packed documents lie in one row, and torch's flash kernel gets the places of their
+borders.
 
-It is used if the device, the dtype of the activations and the model allow it (`PackedAttention`). It is registered with
-transformers' `AttentionInterface` under the name `VARLEN`, without a mask function. So transformers builds no mask and
-never waits for the device. Only the documents' lengths determine which tokens a token sees. Inputs without lengths, or
-with a bias or a mask, are refused.
+It is used if the device, the dtype of the activations and the model allow it (`PackedAttention`). It is registered
+with transformers' `AttentionInterface` under the name `VARLEN`, without a mask function. So transformers builds no
+mask and never waits for the device. Only the documents' lengths determine which tokens a token sees. Inputs without
+lengths, or with a bias or a mask, are refused.
 
 T tokens of the row, N documents, M = N + 1 borders of documents, H heads of queries, G heads of keys and values, D
 width of a head.
@@ -52,15 +53,15 @@ class Activations:
 def activations_for(
     attention: str | None, device: torch.device, autocast: torch.dtype | None = None
 ) -> Activations | None:
-    """Return the activations for `PackedAttention`. If the configuration names another attention than `VARLEN`, return
-    None, so that the model keeps it.
+    """Return the activations for `PackedAttention`. If the configuration names another attention than `VARLEN`,
+    return None, so that the model keeps it.
     """
     return Activations(device, autocast) if attention in (None, VARLEN) else None
 
 
 def refusal(activations: Activations, dtype: torch.dtype) -> str | None:
-    """Return the reason why variable-length attention cannot run with these activations, or None if it can. dtype: the
-    dtype of the weights.
+    """Return the reason why variable-length attention cannot run with these activations, or None if it can. dtype:
+    the dtype of the weights.
     """
     device, dtype = activations.device, activations.dtype or dtype
     if _MISSING:
@@ -75,7 +76,7 @@ def refusal(activations: Activations, dtype: torch.dtype) -> str | None:
 
 
 def refusal_of_model(model: PreTrainedModel) -> str | None:
-    """Return the reason why a model's attention cannot have variable lengths, or None if its configuration allows it."""
+    """Return the reason why a model's attention cannot have variable lengths, or None if there is no reason."""
     config = text_config(model.config)
     if not type(model).__module__.startswith("transformers.models."):
         return "its code is not transformers' own"
@@ -103,7 +104,7 @@ def text_part(config: PreTrainedConfig) -> str | None:
 
 
 def require_varlen(model: PreTrainedModel, activations: Activations | None = None) -> None:
-    """Raise ValueError if variable-length attention cannot run. activations: by default, those of the model itself."""
+    """Raise ValueError if variable-length attention cannot run. activations: by default, the model's own."""
     activations = activations or Activations(model.device, autocast_dtype(model))
     if reason := refusal_of_model(model) or refusal(activations, model.dtype):
         raise ValueError(

@@ -5,8 +5,8 @@ vision tower, and replaces the embeddings of the placeholders by the features, i
 Some families (Qwen-VL, GLM-V, …) rotate by positions of several axes, such as time, height and width.
 
 transformers knows which module of the backbone is the language model and which one is the tower. All other parts of
-the backbone are the projector. If there are none, the projector is the last part of the tower: the modules that end in
-a matrix with the width of the language model (Qwen-VL's mergers).
+the backbone are the projector. If there are none, the projector is the last part of the tower: the modules that end
+in a matrix with the width of the language model (Qwen-VL's mergers).
 
 B rows, S columns per row, A axes of positions.
 """
@@ -154,8 +154,8 @@ def model_media(model: PreTrainedModel, backbone: nn.Module, images: Mapping[str
 
 
 def read_token_inputs(backbone: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs without kinds of tokens that are no arguments of the backbone's forward. Processors also return
-    these kinds for families in which only the positions depend on them.
+    """Return the inputs without kinds of tokens that are no arguments of the backbone's forward. Processors also
+    return these kinds for families in which only the positions depend on them.
     """
     named = inspect.signature(backbone.forward).parameters
     return {name: value for name, value in inputs.items() if name not in TOKEN_TYPES or name in named}

@@ -102,7 +102,7 @@ def named_weights(folder: str, config: dict[str, Any]) -> str | None:
 
 
 def json_object(name: str | os.PathLike[str], file: str, revision: str | None = None) -> dict[str, Any]:
-    """Return a JSON file of a folder or hub id, or {} if it does not exist. Raises ValueError for other JSON values."""
+    """Return a JSON file of a folder or hub id, or {} without such a file. Raises ValueError for other JSON."""
     what = f"model '{escaped(os.fspath(name))}' cannot be read: its {file}"
     try:
         path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
