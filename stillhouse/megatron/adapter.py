@@ -1,10 +1,10 @@
 """An adapter (LoRA) in Megatron-Core's chunks, whose own weights stay frozen: W x becomes W x + (alpha / r) B A x.
 
 A linear layer of Megatron-Core may combine several projections of transformers (queries, keys and values; gate and up
-projection). Each of them has its own A and B, and B A x is added to the projection's rows of the layer's output. The
-blocks of A and B follow from those of the layer's weight, so everything treats them like any other parameter.
+projection). Each projection has a separate A and B; B A x is added to the projection's rows of the layer's output.
+The blocks of A and B are derived from the blocks of the layer's weight, so both are handled like other parameters.
 
-S tokens of a row on this rank, B rows, I and O a layer's input and output width on this rank, R rank of A and B.
+S tokens of a row on this rank, B rows, I input width and O output width of a layer on this rank, R rank of A and B.
 """
 
 from collections import defaultdict
@@ -34,13 +34,14 @@ _A, _B = "lora_A.default.weight", "lora_B.default.weight"
 
 
 class LoraBranch(nn.Module):
-    """What an adapter adds to the output of a linear layer. `add` is a forward hook of the layer.
+    """Computes the addition of an adapter to the output of a linear layer. `add` is a forward hook of the layer.
 
-    rows: (projection or None, its number of rows) for each part of the layer's output on this rank, in order.
-    If the layer's output is sharded over the tensor ranks (column parallel), so are the rows of B, and each rank has
-    the full A. If its input is sharded (row parallel), so are the columns of A, and each rank has the full B. Tensor
-    ranks communicate only A x, [S, B, R] for each projection. With sequence parallelism, each rank computes the
-    gradient of the full matrix from its own tokens, and Megatron-Core adds these gradients up.
+    rows: (projection, number of rows) for each part of the layer's output on this rank, in order; the projection is
+    None if it has no adapter. If the layer's output is sharded over the tensor ranks (column parallel), the rows of B
+    are sharded, too, and each rank has the full A. If the layer's input is sharded (row parallel), the columns of A
+    are sharded, and each rank has the full B. Tensor ranks communicate only A x, [S, B, R] for each projection. With
+    sequence parallelism, each rank computes the gradient of the full matrix from the tokens on this rank, and
+    Megatron-Core sums these gradients.
     """
 
     def __init__(self, layer: Any, rows: Sequence[tuple[str | None, int]], lora: Lora):
@@ -54,7 +55,8 @@ class LoraBranch(nn.Module):
         self.A = nn.ParameterDict({name: weight_OI.new_empty(lora.r, weight_OI.shape[1]) for name in names})
         self.B = nn.ParameterDict({name: weight_OI.new_empty(height, lora.r) for name, height in heights.items()})
         sharded, full, dim = (self.B, self.A, 0) if self.is_column else (self.A, self.B, 1)
-        # Megatron-Core reads these: what it counts in the norm on each tensor rank, and what it adds up over them
+        # Megatron-Core reads these attributes to decide which gradients a tensor rank counts in the norm, and which
+        # gradients are summed over the tensor ranks
         for matrix in sharded.values():
             set_tensor_model_parallel_attributes(matrix, True, dim, 1)
         for matrix in full.values():
@@ -65,8 +67,7 @@ class LoraBranch(nn.Module):
         return (output + self(inputs[0]), bias) if self.is_on else outputs
 
     def forward(self, input_SBI: Tensor) -> Tensor:
-        """Return the addition to the layer's output."""
-        # give each tensor rank A x of the tokens of the layer's output; in backward, add up its gradients
+        # give each tensor rank A x of the tokens of the layer's output; in backward, sum the gradients
         if self.is_column:
             region = gather_from_sequence_parallel_region if self.sequence else copy_to_tensor_model_parallel_region
         elif self.sequence:
@@ -88,10 +89,11 @@ class LoraBranch(nn.Module):
 
 
 def add_adapter(chunks: Sequence[Any], table: WeightTable, decoder: Decoder) -> WeightTable:
-    """Add the matrices of the decoder's adapter to the chunks, freeze all other parameters, and return all blocks.
+    """Add the matrices of the decoder's adapter to the chunks, and freeze all other parameters. Returns `table` with
+    the blocks of the matrices, which have no values yet.
 
-    The matrices have no values yet. table: the blocks of the chunks' own weights. Without an adapter, it is returned.
-    Raises ValueError for an adapter with dropout, or a chunk without any part of it.
+    table: the blocks of the chunks' own weights. Raises ValueError for an adapter with dropout, and for a chunk
+    without matrices of the adapter.
     """
     lora = decoder.lora
     if lora is None:
@@ -114,13 +116,13 @@ def add_adapter(chunks: Sequence[Any], table: WeightTable, decoder: Decoder) -> 
             }
     for chunk in chunks:
         if not any(parameter.requires_grad for parameter in chunk.parameters()):
-            first, last = (chunk.decoder.layers[at].layer_number - 1 for at in (0, -1))  # it counts from 1
+            first, last = (chunk.decoder.layers[at].layer_number - 1 for at in (0, -1))  # numbers begin with 1
             raise ValueError(
                 f"no parameter is trained in layers {first} to {last} of the student, which are on one stage: "
                 "expected an adapter in layers of every stage, or fewer stages"
             )
         if chunk.pre_process and chunk.config.recompute_granularity is not None:
-            # parameters in layers that are computed again get a gradient only if the layers' input requires one
+            # parameters in recomputed layers get gradients only if the layers' input requires a gradient
             chunk.embedding.register_forward_hook(
                 lambda embedding, inputs, hidden_SBD: hidden_SBD.requires_grad_() if torch.is_grad_enabled() else None
             )
@@ -145,7 +147,7 @@ def _add_branch(
 ) -> Iterator[Block]:
     """Add the branch of one layer, and yield the blocks of its matrices.
 
-    number, path: the chunk, and the layer's name in it. blocks: those of the layer's weight.
+    number: the chunk's number. path: the layer's name in the chunk. blocks: the blocks of the layer's weight.
     """
     # peft has no LoRA on routers, experts and shared experts (whose messages may be outside their layers)
     assert isinstance(layer, ColumnParallelLinear | RowParallelLinear), path
@@ -170,5 +172,5 @@ def _add_branch(
         yield Block(number, f"{path}.lora.B.{name}", (local, ranks), f"{module}.{_B}", (full_rows, ranks))
     yield from matrices.values()
     layer.lora = LoraBranch(layer, rows, lora)
-    # before a norm of the layer's output, which is a hook, too
+    # this hook must run before a norm of the layer's output, which is also a hook
     layer.register_forward_hook(layer.lora.add, prepend=True)

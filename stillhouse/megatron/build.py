@@ -1,7 +1,7 @@
-"""Builds a student, and a teacher in its stages, on Megatron-Core, and proves that both are those of transformers.
+"""Builds a student, and a teacher in its stages, on Megatron-Core, and proves that both compute as in transformers.
 
 K depths of multi-token prediction (depth 0 is the model itself), B rows of several documents, S tokens per row, N
-documents, L columns of the longest one, D width, V vocabulary.
+documents, L columns of the longest document, D width, V vocabulary.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from stillhouse.megatron.families import UnsupportedModelError, require_family
 from stillhouse.megatron.model_config import RECOMPUTE, split_options, transformer_config
 from stillhouse.megatron.student import MegatronStudent
 from stillhouse.megatron.weights import LOAD_ERRORS
-from stillhouse.models import ProofError
+from stillhouse.models import Decoder, ProofError
 from stillhouse.models.adapter import Lora, initial_matrix, is_lora
 from stillhouse.models.document_packing import COLUMNS, UnpackedRows
 from stillhouse.models.forward_modes import evaluating
@@ -33,7 +33,7 @@ from stillhouse.parallel.run_layout import SCHEMES
 from stillhouse.parallel.stages import keep_layers
 from stillhouse.proofs.layouts import prove_heads
 
-#: where the documents of each row of the proof end, before the last one
+#: for each row of the proof, the columns in which documents end, without the last document; and the columns of a row
 ENDS, TOKENS = ((7, 8), (19,)), 24
 #: the largest error of a token's logits, relative to their norm, by the dtype of the weights
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -50,10 +50,10 @@ def build_megatron_student(
 ) -> MegatronStudent:
     """Build this process's part of the models, and prove it. A collective of all processes.
 
-    Raises ValueError for a model or a layout that Megatron-Core does not have, ProofError for wrong logits.
+    Raises ValueError for a model or a layout that Megatron-Core does not support, ProofError for wrong logits.
     """
     requested = None
-    with suppress(AssertionError, RuntimeError):  # the first from a torch without CUDA
+    with suppress(AssertionError, RuntimeError):  # torch without CUDA raises AssertionError
         requested = torch.device(torch.cuda.current_device())
     if requested is None or requested.type != mesh.device.type:
         raise ValueError(
@@ -66,7 +66,7 @@ def build_megatron_student(
             "columns of the documents' rows are a multiple of it"
         )
     degrees, per_rank = layout.degrees, SCHEMES[layout.schedule].per_rank
-    # Megatron-Core's ranks have the order of those of `Mesh`
+    # Megatron-Core orders the ranks as `Mesh` does
     sizes = {
         "tensor_model_parallel_size": degrees.tensor,
         "pipeline_model_parallel_size": degrees.pipeline,
@@ -75,39 +75,48 @@ def build_megatron_student(
         "expert_model_parallel_size": degrees.experts,
         "expert_tensor_parallel_size": 1,
     }
-    settings, reduction = split_options(layout.options)
+    settings, data_parallel = split_options(layout.options)
     if layout.recompute and any(name.startswith("recompute_") for name in settings):
         raise ValueError("train.activation_checkpointing with parallel.megatron.recompute_…: expected one of the two")
-    parallel_state.destroy_model_parallel()  # the groups of another layout, whose student is not used any more
+    parallel_state.destroy_model_parallel()  # of an earlier layout, whose student is not used any more
     parallel_state.initialize_model_parallel(**sizes, num_distributed_optimizer_instances=layout.degrees.replicate)
     options = sizes | settings
     # with as many micro-batches as ranks, the interleaved schedule waits forever if its stages also send shapes
     sends_shapes = layout.stages > 1 and sizes["virtual_pipeline_model_parallel_size"] is None
     options |= {"sequence_parallel": layout.sequence, "variable_seq_lengths": sends_shapes}
     student = _build_model(student_source, layout, mesh, options, is_student=True, prove=prove)
-    teacher = head = None
+    teacher = teacher_head = None
     if teacher_source is not None and teacher_head_only:
-        heads = {}
-        with mesh.ranks.all_raise(ProofError):
-            if mesh.coordinate("pipeline") == layout.last_rank:
-                heads[teacher_source.name] = load_head(teacher_source, layout, mesh)
-                head = DecoderHead(heads[teacher_source.name])
-        if teacher_source.has_values:
-            prove_heads(mesh, heads)
+        teacher_head = _teacher_head(teacher_source, layout, mesh)
     elif teacher_source is not None:
         teacher = _build_model(teacher_source, layout, mesh, options, is_student=False, prove=prove)
-    is_base = student_source.teacher_is_base
     return MegatronStudent(
-        layout, mesh, student, teacher=teacher, teacher_head=head, teacher_is_base=is_base, data_parallel=reduction
+        layout,
+        mesh,
+        student,
+        teacher=teacher,
+        teacher_head=teacher_head,
+        teacher_is_base=student_source.teacher_is_base,
+        data_parallel=data_parallel,
     )
+
+
+def _teacher_head(source: ModelSource, layout: Layout, mesh: Mesh) -> DecoderHead | None:
+    """Load and prove a teacher's head on the ranks with the last stage. A collective of all processes."""
+    heads: dict[str, Decoder] = {}
+    with mesh.ranks.all_raise(ProofError):
+        if mesh.coordinate("pipeline") == layout.last_rank:
+            heads[source.name] = load_head(source, layout, mesh)
+    if source.has_values:
+        prove_heads(mesh, heads)
+    return DecoderHead(heads[source.name]) if heads else None
 
 
 def _build_model(
     source: ModelSource, layout: Layout, mesh: Mesh, options: Mapping[str, Any], *, is_student: bool, prove: bool
 ) -> Chunks:
-    """Return a model's chunks with their weights.
-
-    options: of `transformer_config`, for the layout and from `parallel.megatron`
+    """Return a model's chunks with their weights. options: the options of `transformer_config` that come from the
+    layout and from `parallel.megatron`
     """
     decoder = source.build()
     dtype = next(decoder.parameters()).dtype
@@ -137,16 +146,16 @@ def _build_model(
     if prove and source.has_values:
         prove_chunks(chunks, source, mesh)
     tied = decoder.shared_names()
-    decoder.to("meta").share(tied)  # the chunks have the values now; the move makes two parameters of a tied one
+    decoder.to("meta").share(tied)  # now the chunks have the values; `to` separates tied parameters
     return chunks
 
 
 def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
-    """Compare the logits of each rank of the last stage with those of transformers. A collective of all processes.
+    """Compare the logits on each rank of the last stage with transformers' logits. A collective of all processes.
 
-    Megatron-Core's layers get documents of different lengths as in a run, transformers' one document per row. One
-    process runs transformers, with a part of the layers at a time, about as many as a process of this layout has.
-    An adapter has other matrices during the proof, because the first B is 0.
+    Megatron-Core's layers get documents of different lengths, as in a run. Transformers' layers get one document per
+    row. One process runs transformers; at a time, it has about as many layers as a process of this layout has.
+    During the proof, an adapter has other matrices, because the initial B is 0.
     Returns the largest error (see `TOLERANCE`). Raises ProofError on all processes.
     """
     degrees, dtype = mesh.degrees, chunks.transformer.params_dtype
@@ -166,7 +175,7 @@ def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
             for expected_BSV, alone_NLV in zip(expected_KBSV, alone_KNLV, strict=True):
                 expected_BSV.copy_(rows.pack(alone_NLV))
     dist.broadcast(expected_KBSV, group=mesh.ranks.group, group_src=0)
-    # at the last tokens of a document, an MTP layer has no further token to read
+    # at a document's last tokens, there is no later token for an MTP layer
     is_real_KBS = torch.stack([positions_BS.roll(-depth, 1) == positions_BS + depth for depth in range(depths)])
     expected_KBSV, is_real_KBS = (
         part.chunk(degrees.context, dim=2)[mesh.coordinate("context")] for part in (expected_KBSV, is_real_KBS)
@@ -194,10 +203,10 @@ def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
 def megatron_logits(
     chunks: Chunks, ids_BS: Tensor, positions_BS: Tensor, micro_batches: int
 ) -> list[tuple[list[Tensor], int]]:
-    """Return the logits of all depths of equal micro-batches on the last stage, without gradients.
+    """Run equal micro-batches without gradients, and return the logits of each of them on the last stage.
 
-    ids_BS, positions_BS: the tokens of all context ranks, and their positions in their documents. Each rank gets the
-    logits [B, S, rows] of its own columns and of its rows of the vocabulary, and the number of the first row.
+    ids_BS, positions_BS: the tokens of all context ranks, and the tokens' positions in their documents. A rank gets
+    logits [B, S, rows] of each depth for its columns and its rows of the vocabulary, and the first row's number.
     """
     labels_T = torch.full_like(ids_BS.flatten(), -1)
     batch = MicroBatch(
@@ -215,7 +224,9 @@ def megatron_logits(
 
 
 def _logits_of_transformers(source: ModelSource, ids_NL: Tensor, parts: int) -> Tensor:
-    """Return logits [K, N, L, V]. parts: how many parts of the layers are loaded one by one."""
+    """Return logits [K, N, L, V]. parts: the number of parts into which the layers are divided; one part is loaded at
+    a time.
+    """
     full = source.build()
     count, mtp = full.config.num_hidden_layers, {} if full.mtp is None else {"mtp_input_ids": ids_NL}
     parts = min(parts, count)
@@ -242,7 +253,7 @@ def _logits_of_transformers(source: ModelSource, ids_NL: Tensor, parts: int) -> 
 
 @contextmanager
 def _drawn_adapter(chunks: Chunks) -> Iterator[None]:
-    """Let the adapter have the matrices of the proof until the context ends."""
+    """Within the block, the adapter has the matrices of the proof."""
     if (lora := chunks.decoder.lora) is None:
         yield
         return
@@ -259,13 +270,13 @@ def _drawn_adapter(chunks: Chunks) -> Iterator[None]:
 
 
 def _drawn_matrices(shapes: Mapping[str, torch.Size], lora: Lora) -> Iterator[tuple[str, Tensor]]:
-    """Yield random matrices, by their names, whose product adds about a tenth of the input's size to an output."""
+    """Yield names and random matrices. Their product adds about a tenth of the input's size to an output."""
     for name, shape in shapes.items():
         matrix = initial_matrix(name, shape, 0, fresh=False)
         yield name, matrix if ".lora_A." in name else 0.3 * lora.r / lora.alpha * matrix
 
 
 def _logits(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> tuple[list[Tensor], int]:
-    """An output processor that returns the logits of all depths, and the first row of this rank's vocabulary."""
+    """An output processor that returns the logits of all depths, and the number of the first vocabulary row here."""
     by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
     return [head.logits(hidden_BSD) for hidden_BSD in by_depth], getattr(head.shard, "start", 0)

@@ -3,8 +3,8 @@
     chunks = Chunks.build(source, decoder, transformer, mesh)          loads the weights, too
     results = chunks.run(inputs, contexts, processor, backward=False)  one result of the processor per micro-batch
 
-The layers are those of Transformer Engine if it is installed; this path needs a GPU and has not been run. Otherwise,
-and always for Gemma, gpt-oss and a student with an adapter, they are Megatron-Core's local layers.
+If Transformer Engine is installed, its layers are used; this path needs a GPU and has not been run. Otherwise, and
+always for Gemma, gpt-oss and a student with an adapter, Megatron-Core's local layers are used.
 
 S tokens of a row on this rank, B rows, D width, C half of the width of a head.
 """
@@ -57,12 +57,12 @@ from stillhouse.parallel.layer_loss_interface import LayerLoss
 
 @dataclass(frozen=True)
 class Chunks:
-    """A model's chunks on this rank: those of its pipeline stages.
+    """A model's chunks on this rank, which are the model's pipeline stages here.
 
-    processor: calls the output processor of a pass. unrounded: the weights in float32 that the parameters' dtype
-    rounds; the optimizer takes them from here. wrapped: the chunks in wrappers that add up the gradients of the data
-    ranks; empty for a frozen model. packs: whether the documents of a micro-batch are packed; otherwise, each has a
-    row. decoder: the full model without values.
+    processor: calls the output processor of a pass. unrounded: the weights in float32 that were rounded to the
+    parameters' dtype; the optimizer reads them. wrapped: the chunks in wrappers that sum the gradients of the data
+    ranks; empty for a frozen model. packs: whether the documents of a micro-batch are packed; otherwise, each
+    document has a row. decoder: the full model without values.
     """
 
     decoder: Decoder
@@ -79,8 +79,9 @@ class Chunks:
     def build(cls, source: ModelSource, decoder: Decoder, transformer: TransformerConfig, mesh: Mesh) -> "Chunks":
         """Build the chunks of a model and load their weights. A collective of all ranks.
 
-        decoder: the full model, whose values are not used; its `packing` decides whether documents are packed.
-        Raises ValueError on all ranks for a weight that the chunks do not have exactly once, or as the source does.
+        decoder: the full model, whose values are not used. Its `packing` decides whether documents are packed.
+        Raises ValueError on all ranks if the chunks do not have each weight exactly once, and for weights that the
+        source cannot load.
         """
         with refused_settings():
             models = build_chunks(decoder.config, transformer)
@@ -100,8 +101,10 @@ class Chunks:
         return cls(decoder, transformer, models, table, processor, unrounded, balance=balance, packs=packs)
 
     def trained(self, replicas: int = 1, **options: Any) -> "Chunks":
-        """replicas: of the optimizer's shards. options: further fields of `DistributedDataParallelConfig`."""
-        # without a division by the number of tokens: losses are sums, divided by the step's normalizer
+        """Return the chunks with wrappers that sum gradients. replicas: the number of replicas of the optimizer's
+        shards. options: further fields of `DistributedDataParallelConfig`.
+        """
+        # gradients are not divided by a number of tokens, because the losses are divided by the step's normalizer
         self.transformer.finalize_model_grads_func = lambda models, num_tokens=None, **others: reduce_gradients(
             models, None, **others
         )
@@ -124,7 +127,7 @@ class Chunks:
 
     @property
     def matrices(self) -> dict[str, torch.Size]:
-        """The shapes of the adapter's matrices by their names in the full model."""
+        """The shapes of the adapter's matrices, by the matrices' names in the full model."""
         return {name: tensor.shape for name, tensor in self.decoder.state_dict().items() if is_lora(name)}
 
     def named_parameters(self) -> Iterator[tuple[Key, nn.Parameter]]:
@@ -133,7 +136,7 @@ class Chunks:
                 yield (number, name), parameter
 
     def set_adapter(self, matrices: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the adapter's matrices on this rank. matrices: all of the full model, with their names."""
+        """Set the adapter's matrices on this rank. matrices: all matrices of the full model, with their names."""
         table = self.table.part({block.key for block in self.table.blocks if is_lora(block.name)})
         for key in table.shapes:
             self.unrounded.pop(key, None)
@@ -148,10 +151,10 @@ class Chunks:
         backward: bool,
         losses: Sequence[LayerLoss] = (),
     ) -> list[Any]:
-        """Run micro-batches through Megatron-Core's schedule; return the processor's results on the last stage.
+        """Run micro-batches through Megatron-Core's schedule, and return the processor's results on the last stage.
 
-        backward: also add the gradient of the results' losses. losses: the load-balancing losses, if there are some.
-        With a loss of MTP layers, the processor gets a tuple of the hidden states of all depths.
+        backward: whether to add the gradients of the results' losses. losses: the load-balancing losses, if any.
+        If the inputs have a loss of MTP layers, the processor gets a tuple of the hidden states of all depths.
         Raises ValueError if the model did not call the processor.
         """
         is_interleaved = self.transformer.virtual_pipeline_model_parallel_size is not None
@@ -167,7 +170,7 @@ class Chunks:
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=models if len(models) > 1 else models[0],
             num_microbatches=len(batches),
-            # of all context ranks; these two have an effect only if the stages do not send shapes
+            # the tokens of all context ranks; the next two arguments are read only if the stages do not send shapes
             seq_length=rows[0].ids_NL.shape[1] * parallel_state.get_context_parallel_world_size(),
             micro_batch_size=rows[0].ids_NL.shape[0],
             forward_only=not backward,
@@ -187,7 +190,7 @@ class Chunks:
 class _SchedulePass:
     """One pass of micro-batches through the chunks of a model on this rank.
 
-    with_depths: whether the processor gets a tuple of the hidden states of all depths, instead of those of depth 0.
+    with_depths: whether the processor gets a tuple of the hidden states of all depths, or only depth 0.
     """
 
     def __init__(self, chunks: Chunks, processor: OutputProcessor, *, with_depths: bool, backward: bool):
@@ -197,27 +200,35 @@ class _SchedulePass:
         chunks.processor.processor = self._process
 
     def forward_step(self, data: Iterator[Any], model: nn.Module) -> tuple[Any, Any]:
-        """Run a chunk on the next micro-batch. data: its rows, the processor's context, its load-balancing loss."""
+        """Run a chunk on the next micro-batch. data: yields the rows, the processor's context, and the load-balancing
+        loss of each micro-batch.
+        """
         rows, context, loss = next(data)
-        hook = {"output_processor": self._chunks.processor, "output_processor_context": (rows, context, [])}
         balance = self._chunks.balance
         with loss.during_student():
             if balance is not None:
                 balance.current = balance.current._replace(rows=rows)
-            # no mask: attention is causal within documents, and padding is behind its document
-            output = model(rows.ids_NL, rows.positions_NL, None, packed_seq_params=rows.packed, **hook)
-            output = output[-1] if isinstance(output, tuple) else output  # the last depth has the loss
+            # attention needs no mask: it is causal within documents, and padding follows its document
+            output = model(
+                rows.ids_NL,
+                rows.positions_NL,
+                None,
+                packed_seq_params=rows.packed,
+                output_processor=self._chunks.processor,
+                output_processor_context=(rows, context, []),
+            )
+            output = output[-1] if isinstance(output, tuple) else output  # the result of the last depth is the loss
             if balance is not None and self._backward:
                 current = balance.current
 
                 def set_current(gradient: Tensor) -> None:
                     balance.current = current
 
-                # set the loss again when the gradient of the chunk's output arrives: before the backward of its
-                # layers, which other micro-batches' forward passes may precede
+                # set the loss again before the backward of the chunk's layers, because forward passes of other
+                # micro-batches may have run since then. The hook runs when the output's gradient arrives
                 output.register_hook(set_current)
-        # the number of tokens is not used: the loss is divided already, by the step's normalizer
-        # and with deallocate_pipeline_outputs, the schedule frees the tensor that it gets
+        # the schedule does not use the number of tokens (1), because the loss is already divided by the step's
+        # normalizer. It frees the returned loss (deallocate_pipeline_outputs), so this is a clone
         return output, lambda loss: (loss.clone(), torch.ones((), dtype=torch.int, device=loss.device), None)
 
     def _process(
@@ -228,7 +239,7 @@ class _SchedulePass:
         context: tuple[MegatronRows, Any, list[Tensor]],
         depth: int = 0,
     ) -> Tensor:
-        """Keep the processor's result; Megatron-Core's schedules expect a tensor."""
+        """Keep the processor's result, and return a tensor, which Megatron-Core's schedules expect."""
         rows, targets, by_depth = context
         by_depth.append(rows.pack(hidden_states) if self._with_depths or not depth else hidden_states)
         if depth < self._chunks.depths:
@@ -241,16 +252,15 @@ class _SchedulePass:
 def build_chunks(config: PreTrainedConfig, transformer: TransformerConfig) -> list[MultiTokenGPTModel]:
     """Return the model chunks of this rank, in the order of Megatron-Core's schedules.
 
-    config: the transformers configuration from which `transformer` was made. Under a pipeline, a tied head makes this
-    a collective of the first and the last stage.
+    config: the transformers configuration from which `transformer` was made. If the head is tied under a pipeline,
+    the call is a collective of the first and the last stage.
     """
     family, count = require_family(config), transformer.virtual_pipeline_model_parallel_size
     has_engine = transformer.transformer_impl == "transformer_engine"
     rows, ranks = config.vocab_size, transformer.tensor_model_parallel_size
-    scale = torch.tensor(config.hidden_size**0.5).to(transformer.params_dtype)
     chunks = []
     for vp_stage in [None] if count is None else range(count):
-        place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+        ignore_virtual = vp_stage is None
         block, mtp = _block_spec(config, transformer, family, vp_stage), None
         if transformer.mtp_num_layers:  # these layers are like the last layer
             mtp = get_gpt_mtp_block_spec(transformer, block, has_engine, vp_stage=vp_stage)
@@ -259,10 +269,10 @@ def build_chunks(config: PreTrainedConfig, transformer: TransformerConfig) -> li
         model = MultiTokenGPTModel(
             transformer,
             block,
-            rows + -rows % ranks,  # with padding, so that each of the tensor ranks has the same number
+            rows + -rows % ranks,  # padded, so that all tensor ranks have the same number of rows
             config.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(**place),
-            post_process=parallel_state.is_pipeline_last_stage(**place),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
             share_embeddings_and_output_weights=config.tie_word_embeddings,
             position_embedding_type="rope",
             mtp_block_spec=mtp,
@@ -281,14 +291,17 @@ def build_chunks(config: PreTrainedConfig, transformer: TransformerConfig) -> li
         if has_embedding and config.pad_token_id is not None:
             model.embedding.word_embeddings.register_forward_hook(partial(_frozen_padding, config.pad_token_id))
         if has_embedding and family.gemma:
-            model.embedding.register_forward_hook(lambda module, inputs, output: output * scale.to(output))
+            gemma_scale = torch.tensor(config.hidden_size**0.5).to(transformer.params_dtype)
+            model.embedding.register_forward_hook(
+                lambda module, inputs, output, scale=gemma_scale: output * scale.to(output)
+            )
         # with a GPU, Megatron-Core creates the router's weight in host memory
         chunks.append(model if transformer.use_cpu_initialization else model.to(torch.cuda.current_device()))
     return chunks
 
 
 def _frozen_padding(pad: int, embedding: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    """Give the padding token's embedding no gradient, as `torch.nn.Embedding` does. A forward hook."""
+    """Forward hook: give the padding token's embedding no gradient, as `torch.nn.Embedding` does."""
     is_padding = inputs[0] == pad
     if embedding.reduce_scatter_embeddings:  # then the output is this rank's part, [S, B, D]
         group = embedding.tp_group
@@ -304,7 +317,7 @@ def _block_spec(
         transformer, use_transformer_engine=has_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
     if has_engine:
-        if transformer.params_dtype == torch.float32:  # its attention separates packed documents in 16 bits alone
+        if transformer.params_dtype == torch.float32:  # its attention separates packed documents only in 16 bits
             for layer in block.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = layers.CausalAttention
         return block

@@ -1,7 +1,7 @@
 """The engine on Megatron-Core, with the interface `Engine`.
 
-Megatron-Core's schedules run the passes, its `DistributedDataParallel` adds up the gradients, and its optimizer
-(AdamW) makes the step. A loss is a sum divided by the step's normalizer, so nothing is divided by other numbers.
+Megatron-Core's schedules run the passes, its `DistributedDataParallel` sums the gradients, and its optimizer (AdamW)
+makes the step. A loss is a sum that is divided by the step's normalizer; Megatron-Core divides by no other number.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,9 +37,9 @@ class MegatronEngine(Engine):
         autocast: torch.dtype | None = None,
         **options: Any,
     ):
-        """options: as of `Engine`. Raises ValueError for what this engine has not."""
+        """Create the engine. options: see `Engine`. Raises ValueError for an option that is not supported here."""
         super().__init__(student, objective, **options)
-        # the rules of the configuration refuse these before a model is loaded
+        # a run's configuration with these options is already refused before a model is loaded
         others = [part.key for part in self.parts if not isinstance(part, (MtpLoss, RouterBalancing))]
         if self._train.optimizer != "adamw" or others:
             raise ValueError(
@@ -56,7 +56,7 @@ class MegatronEngine(Engine):
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
     ) -> StepOutput:
         inputs = self._step_inputs(micro_batches, signals, normalizer)
-        # at the end of a pass all ranks' gradients are added up, so those of an earlier pass must not be there
+        # at the end of a pass, the gradients of all ranks are summed, so gradients of an earlier pass are kept apart
         earlier = [gradient.clone() for gradient in self.student.gradients] if self.student.has_gradient else []
         self._zero_buffers()
         outputs, losses = self.student.forward_backward(inputs)
@@ -76,7 +76,7 @@ class MegatronEngine(Engine):
             for gradient in self.student.gradients:
                 gradient.mul_(scale)
         for group in self.optimizer.param_groups:
-            # what Megatron-Core's own scheduler would set
+            # Megatron-Core's own scheduler would set these
             group["lr"] = learning_rate
             group["weight_decay"] = self._train.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
@@ -108,7 +108,7 @@ class MegatronEngine(Engine):
             adam_eps=train.eps,
             clip_grad=0.0,
         )
-        # Megatron-Core's rule is the number of dims, which is another one for an expert's bias than for the stack
+        # Megatron-Core decides by the number of dims, which differs between an expert's bias and the stack of biases
         decoder = self.student.decoders[0]
         kinds = weight_kinds([decoder])
         names = {name for name, parameter in decoder.named_parameters() if kinds[parameter] == "vector"}
@@ -120,7 +120,7 @@ class MegatronEngine(Engine):
             entries = trained_parameters(chunks, optimizer)
             require_partition(entries)
             for entry in entries:
-                # Megatron-Core begins with the rounded weights
+                # Megatron-Core initialises the optimizer's weights with the rounded weights
                 if (weight := chunks.unrounded.pop(entry.key, None)) is not None:
                     entry.master.copy_(entry.on_rank(weight))
         return optimizer

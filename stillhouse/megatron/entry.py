@@ -1,6 +1,6 @@
-"""The entry `megatron` of `stillhouse.engines`: what Megatron-Core has here, as data, and what builds it.
+"""The entry `megatron` of `stillhouse.engines`: the capabilities of the engine, and the functions that build it.
 
-Nothing of Megatron-Core is imported before a method is called.
+This file imports Megatron-Core only when a method is called.
 """
 
 import logging
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stillhouse.parallel import DistributedStudent
 
 _NOISY_LOGGERS = ("megatron.core.models.gpt.gpt_model", "megatron.core.distributed.distributed_data_parallel")
-#: warnings of Megatron-Core, on every process, about what a run does not depend on
+#: warnings that Megatron-Core prints on every process, and that do not matter for a run
 _NOTICES = (
     "(Transformer Engine and )?Apex (is|are) not installed",
     "full scope is deprecated",  # its own default

@@ -1,8 +1,8 @@
-"""The model families that Megatron-Core can run: how each differs from Llama, and where its parameters lie.
+"""The model families that Megatron-Core can run: how each family differs from Llama, and where its parameters lie.
 
-A parameter of Megatron-Core consists of rectangles of tensors of the full model, whose names are those of
-`Decoder.state_dict()`. Megatron-Core stores the rows of queries, keys and values by query group, gate and up
-projection in one tensor, and one tensor per expert; transformers stores the experts of a layer in one tensor.
+A parameter of Megatron-Core consists of rectangles of tensors of the full model, which have the names in
+`Decoder.state_dict()`. Megatron-Core sorts the rows of queries, keys and values by query group. It has gate and up
+projection in one tensor, and one tensor per expert. Transformers has the experts of a layer in one tensor.
 
 V vocabulary, D width, F width of a feed-forward network, E experts.
 """
@@ -16,10 +16,10 @@ from transformers import PreTrainedConfig
 
 
 class UnsupportedModelError(ValueError):
-    """A model, or its layout, that Megatron-Core would not compute as transformers does."""
+    """Megatron-Core would not compute a model, or a model with this layout, as transformers does."""
 
 
-#: the part of a tensor in each dim; a number removes the dim
+#: the part of a tensor in each dim. A number instead of a slice removes the dim
 Index = tuple[slice | int, ...]
 #: (part of the parameter, name in the full model, part of the full tensor)
 Piece = tuple[Index, str, Index]
@@ -35,7 +35,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """A parameter on this rank. names: of its tensors in the full model. shape: on this rank."""
+    """A parameter on this rank. names: the names of its tensors in the full model. shape: the shape on this rank."""
 
     names: Sequence[str]
     shape: Sequence[int]
@@ -43,7 +43,7 @@ class ShardedParameter:
     config: PreTrainedConfig
 
     def rows(self, start: int, stop: int) -> tuple[slice, ...]:
-        """Return the index of rows of a tensor of this shape."""
+        """Return the index of these rows in a tensor with this shape."""
         return slice(start, stop), *(slice(0, size) for size in self.shape[1:])
 
 
@@ -64,7 +64,7 @@ def columns(parameter: ShardedParameter) -> Iterator[Piece]:
 
 
 def rows(parameter: ShardedParameter) -> Iterator[Piece]:
-    """This rank's rows of each of the tensors, one tensor after the other."""
+    """The parameter has this rank's rows of each tensor, one tensor after another."""
     count, rank = parameter.shape[0] // len(parameter.names), parameter.shard.rank
     for number, name in enumerate(parameter.names):
         local = parameter.rows(number * count, (number + 1) * count)
@@ -72,9 +72,9 @@ def rows(parameter: ShardedParameter) -> Iterator[Piece]:
 
 
 def latent_rows(parameter: ShardedParameter) -> Iterator[Piece]:
-    """This rank's rows of a projection to latent vectors; with Transformer Engine, each rank has all rows.
+    """The parameter has this rank's rows of a projection to latent vectors; with Transformer Engine, all rows.
 
-    names: of the tensor, and the configuration's keys whose sum is the number of all rows.
+    names: the tensor's name, and the configuration's keys whose sum is the number of all rows.
     """
     name, *sizes = parameter.names
     has_all = parameter.shape[0] == sum(getattr(parameter.config, size) for size in sizes)
@@ -82,7 +82,7 @@ def latent_rows(parameter: ShardedParameter) -> Iterator[Piece]:
 
 
 def query_groups(parameter: ShardedParameter) -> Iterator[Piece]:
-    """For each query group of this rank: the rows of its queries, of its key and of its value."""
+    """The parameter has, for each query group of this rank, the rows of its queries, of its key and of its value."""
     config, shard = parameter.config, parameter.shard
     width, groups = head_width(config), config.num_key_value_heads // shard.size
     heads = config.num_attention_heads // config.num_key_value_heads, 1, 1
@@ -96,7 +96,7 @@ def query_groups(parameter: ShardedParameter) -> Iterator[Piece]:
 
 
 def vocabulary(parameter: ShardedParameter) -> Iterator[Piece]:
-    """The rows of the vocabulary are sharded; the last rows may be padding, which is in no tensor of the model."""
+    """The rows of the vocabulary are sharded. The last rows may be padding, which no tensor of the model has."""
     count = parameter.shape[0]
     start, real = parameter.shard.rank * count, real_rows(count, parameter.shard, parameter.config)
     if real:
@@ -104,23 +104,23 @@ def vocabulary(parameter: ShardedParameter) -> Iterator[Piece]:
 
 
 def expert_row(parameter: ShardedParameter) -> Iterator[Piece]:
-    """A bias of one expert, a matrix with one row, which is a row of the full tensor."""
+    """The parameter is the bias of one expert, a matrix with one row. The full tensor has this row, too."""
     columns = slice(0, parameter.shape[1])
     yield (0, columns), parameter.names[0], (columns,)
 
 
 def real_rows(rows: int, shard: Shard, config: PreTrainedConfig) -> int:
-    """Return how many of a vocabulary shard's rows are not padding."""
+    """Return the number of rows of a vocabulary shard that are not padding."""
     return max(0, min(rows, config.vocab_size - shard.rank * rows))
 
 
 def head_width(config: PreTrainedConfig) -> int:
-    """The width of an attention head, which need not be the hidden size divided by the number of heads."""
+    """Return the width of an attention head. It may differ from the hidden size divided by the number of heads."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-#: the parameters of a layer, by Megatron-Core's names; names of the full model are relative to the layer.
-#: Transformer Engine has the norms of a projection's input in the projection
+#: the parameters of a layer, by Megatron-Core's names. Names in the full model are relative to the layer.
+#: In Transformer Engine, the norm of a projection's input is a part of the projection
 _DENSE: dict[str, PieceRule] = {
     "input_layernorm.weight": (whole_tensor, "input_layernorm.weight"),
     "self_attention.linear_qkv.layer_norm_weight": (whole_tensor, "input_layernorm.weight"),
@@ -134,7 +134,7 @@ _DENSE: dict[str, PieceRule] = {
     "mlp.linear_fc1.weight": (rows, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": (columns, "mlp.down_proj.weight"),
 }
-#: the parameters of an expert, which is never cut, have a * for its number
+#: the names of an expert's parameters have a * for the expert's number. An expert is never sharded
 _EXPERTS: dict[str, PieceRule] = {
     "mlp.router.weight": (whole_tensor, "mlp.gate.weight"),
     "mlp.experts.*.linear_fc1.weight": (whole_tensor, "mlp.experts.gate_up_proj"),
@@ -162,8 +162,7 @@ _LATENT: dict[str, PieceRule] = {
     ),
     "mlp.shared_experts.linear_fc2.weight": (columns, "mlp.shared_experts.down_proj.weight"),
 }
-#: Gemma 2 and 3 have four norms in a layer; the names of the second and third differ in meaning from those of other
-#: families
+#: Gemma 2 and 3 have four norms in a layer. The names of the second and third norm mean other norms in other families
 _GEMMA: dict[str, PieceRule] = {
     "self_attention.linear_proj.post_norm.weight": (whole_tensor, "post_attention_layernorm.weight"),
     "pre_mlp_layernorm.weight": (whole_tensor, "pre_feedforward_layernorm.weight"),
@@ -190,16 +189,16 @@ MTP_NAMES: dict[str, PieceRule] = {
 
 @dataclass(frozen=True)
 class Family:
-    """How a model family differs from Llama.
+    """The differences between a model family and Llama.
 
-    names: where the parameters of a layer lie, by Megatron-Core's names.
+    names: the places of a layer's parameters in the full model, by Megatron-Core's names.
     qkv_bias: whether the projections to queries, keys and values have a bias, but no other projection.
     qk_norm: whether the queries and keys of each head are normalized.
-    experts: returns the fields for layers with experts; None: no layer has experts.
+    experts: returns the fields for layers with experts. It is None if no layer has experts.
     latent: whether queries, keys and values are computed from latent vectors (multi-head latent attention).
     gemma: whether the layers are those of Gemma 2 and 3 (see `layers.py`).
-    softcap: whether the scores of attention and the logits may be capped.
-    gpt_oss: whether all projections, experts and routers have a bias, and attention a further score (`layers.py`).
+    softcap: whether attention scores and logits may have a softcap.
+    gpt_oss: whether all projections, experts and routers have a bias, and heads an additional score (`layers.py`).
     """
 
     names: Mapping[str, PieceRule]
@@ -229,7 +228,7 @@ def _qwen_experts(config: PreTrainedConfig) -> dict[str, Any]:
         raise not_exact(config, "num_experts_per_tok", 1, "2 or more with norm_topk_prob=True")
     return {
         "moe_router_score_function": "softmax",
-        # the softmax of the chosen logits is the softmax of all logits, normalized over the chosen experts
+        # the softmax of the chosen logits equals the softmax of all logits after normalizing over the chosen experts
         "moe_router_pre_softmax": not config.norm_topk_prob,
         "moe_layer_freq": [int(is_sparse) for is_sparse in sparse],
     }
@@ -248,7 +247,7 @@ def _deepseek_experts(config: PreTrainedConfig) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,
         "moe_router_num_groups": config.n_group if groups < config.n_group else None,
         "moe_router_group_topk": groups if groups < config.n_group else None,
-        # the correction of the scores is loaded, and stays as it is
+        # the correction of the scores is loaded, and does not change
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
         "moe_shared_expert_intermediate_size": config.n_shared_experts * config.moe_intermediate_size,
@@ -272,7 +271,7 @@ def _gpt_oss_experts(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-#: by transformers' model type
+#: the families by transformers' model types
 FAMILIES = {
     "llama": Family(_DENSE),
     "mistral": Family(_DENSE),
@@ -287,7 +286,7 @@ FAMILIES = {
 
 
 def require_family(config: PreTrainedConfig) -> Family:
-    """Return the model's family. Raises UnsupportedModelError for a model type without one."""
+    """Return the model's family. Raises UnsupportedModelError if the model type has none here."""
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"model_type '{config.model_type}' has no conversion to Megatron-Core: expected {', '.join(FAMILIES)}"

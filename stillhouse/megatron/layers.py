@@ -1,8 +1,8 @@
 """Layers that Megatron-Core lacks, which `chunks.py` puts into its layer spec, and the loss of its routers.
 
-S tokens of a row or of a packed document on this rank, K of its tokens on all context ranks, B rows, D width, H
-heads, C width of a head, T tokens of all packed documents or of an expert, I and O input and output width, L width of
-the latent vectors, X experts.
+S tokens of a row or of a packed document on this rank, K tokens of this row or document on all context ranks, B rows,
+D width, H heads, C width of a head, T tokens of all packed documents or of an expert, I input width, O output width,
+L width of the latent vectors, X experts.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ class CausalAttention(nn.Module):
     """The core attention of a layer, with a window if the layer has one.
 
     Context ranks gather the keys and values of all rows; backward reduces their gradients.
-    softcap: scores become softcap · tanh(scores / softcap); None: they stay. With a softcap, and with the learnable
-    `softmax_type` of gpt-oss, whose heads have a further score without a value, all probabilities are in memory.
+    softcap: if it is not None, scores become softcap · tanh(scores / softcap). In gpt-oss (`softmax_type` learnable),
+    each head has an additional score without a value. In these two cases, all probabilities are in memory at once.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CausalAttention(nn.Module):
         self._is_plain = softcap is None and self.softmax_offset is None
         self.scale = 1 / sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        # the number of keys before its own that a query sees
+        # the number of earlier keys that a query sees
         self.window = config.window_size[0] if has_window else None
 
     def forward(
@@ -77,9 +77,9 @@ class CausalAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **__: Any,
     ) -> Tensor:
-        """Return the heads' outputs [S, B, H·C], with the width of the values.
+        """Return the heads' outputs [S, B, H·C], where C is the width of the values.
 
-        The heads are [S, B, H, C] of rows, or [T, H, C] of packed documents; then the outputs are [T, H·C].
+        The inputs have the shape [S, B, H, C]. For packed documents, it is [T, H, C], and the outputs are [T, H·C].
         """
         group = parallel_state.get_context_parallel_group()
         if packed_seq_params is None:
@@ -96,7 +96,9 @@ class CausalAttention(nn.Module):
     def _attend_documents(
         self, query_SBHC: Tensor, key_SBHC: Tensor, value_SBHC: Tensor, lengths: Sequence[int]
     ) -> Tensor:
-        """Return the outputs of documents that lie one behind another, [S, B, H·C]. lengths: on all context ranks"""
+        """Return the outputs of documents that follow one another, [S, B, H·C]. lengths: the documents' numbers of
+        tokens on all context ranks
+        """
         group = parallel_state.get_context_parallel_group()
         parts = [length // group.size() for length in lengths]
         keys, values = (
@@ -133,7 +135,7 @@ class CausalAttention(nn.Module):
         return output_BHSC.permute(2, 0, 1, 3).flatten(2)
 
     def _eager(self, query_BHSC: Tensor, key_BHKC: Tensor, value_BHKC: Tensor, mask_SK: Tensor) -> Tensor:
-        """Attention in the operations of transformers' eager attention. Keys may have fewer heads."""
+        """Return attention by the operations of transformers' eager attention. Keys may have fewer heads."""
         groups = query_BHSC.shape[1] // key_BHKC.shape[1]
         key_BHKC, value_BHKC = (heads.repeat_interleave(groups, dim=1) for heads in (key_BHKC, value_BHKC))
         scores_BHSK = query_BHSC @ key_BHKC.transpose(2, 3)
@@ -150,9 +152,9 @@ class CausalAttention(nn.Module):
 class LatentAttention(MLASelfAttention):
     """Multi-head latent attention whose gradients are exact under tensor parallelism.
 
-    The tensor ranks share the rotated part of the keys, but each rank's heads give only a part of its gradient, which
-    Megatron-Core's local layers do not add. Here the projections are sharded over the tokens again, as with
-    Transformer Engine, so that the gather that follows adds the parts.
+    All heads use the same rotated part of the keys, so the heads of a tensor rank give only a part of its gradient.
+    Megatron-Core's local layers do not sum these parts. Here the projection's output is again sharded over tokens, as
+    with Transformer Engine, so the backward of the gather that follows sums the parts.
     """
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,8 +177,8 @@ def _gathered(heads_SBHC: Tensor) -> Tensor:
 class RmsNorm(nn.Module):
     """RMSNorm with sequence parallelism, which Megatron-Core's own norm refuses without Transformer Engine and Apex.
 
-    As in transformers, the result in float32 is rounded, then multiplied by the weight. rounds_last: multiplied in
-    float32, then rounded, as in gpt-oss, and with Gemma's factor of 1 + weight (`layernorm_zero_centered_gamma`).
+    As in transformers, the normalized values are rounded, then multiplied by the weight. rounds_last: whether they
+    are multiplied in float32, then rounded, as in gpt-oss. Gemma, whose factor is 1 + weight, always rounds last.
     """
 
     def __init__(
@@ -195,13 +197,13 @@ class RmsNorm(nn.Module):
         if self.rounds_last:
             factor_D = 1.0 + self.weight.float() if self.is_zero_centered else self.weight.float()
             return (normalized * factor_D).to(self.weight.dtype)
-        # the residual stream may be wider than the weights, and the projection that follows needs their dtype
+        # the residual stream may have a wider dtype than the weights; the next projection needs the weights' dtype
         return (self.weight * normalized.to(hidden_SBD.dtype)).to(self.weight.dtype)
 
 
 class NormedProjection(RowParallelLinear):
-    """The last projection of attention or MLP, and the norm of its output. The norm is a forward hook, so that an
-    adapter can add to the projection before it.
+    """The last projection of attention or MLP, with a norm of its output. The norm is a forward hook, so that an
+    adapter can add to the projection's output before the norm.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any):
@@ -211,9 +213,9 @@ class NormedProjection(RowParallelLinear):
 
 
 class GemmaAttention(SelfAttention):
-    """Attention with the rotary embedding of layers with a window, if this layer has one.
+    """Attention that has a separate rotary embedding in layers with a window.
 
-    window_rotary_pos_emb: this embedding, or None. Its frequencies are set after construction.
+    window_rotary_pos_emb: this embedding; None in a layer without a window. Its frequencies are set later.
     """
 
     def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, **options: Any):
@@ -231,7 +233,7 @@ class GemmaAttention(SelfAttention):
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         if self.window_rotary_pos_emb is not None:
-            # the embedding of packed documents has the positions of all context ranks
+            # for packed documents, the embedding contains the positions of all context ranks
             is_packed = options.get("packed_seq_params") is not None
             tokens = len(rotary_pos_emb) * (1 if is_packed else self.config.context_parallel_size)
             rotary_pos_emb = self.window_rotary_pos_emb(tokens, packed_seq=is_packed)
@@ -239,25 +241,26 @@ class GemmaAttention(SelfAttention):
 
 
 class ExpertProjection(nn.Module):
-    """A projection of one expert. shift_1O: the bias, a row of the tensor [E, O] of all experts."""
+    """A projection of one expert. shift_1O: the bias, which is a row of the tensor [E, O] of all E experts."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any):
         super().__init__()
-        options: dict[str, Any] = {"dtype": config.params_dtype, "device": _device(config)}
-        self.weight_IO = nn.Parameter(torch.empty(input_size, output_size, **options))
-        self.shift_1O = nn.Parameter(torch.empty(1, output_size, **options))
+        dtype, device = config.params_dtype, _device(config)
+        self.weight_IO = nn.Parameter(torch.empty(input_size, output_size, dtype=dtype, device=device))
+        self.shift_1O = nn.Parameter(torch.empty(1, output_size, dtype=dtype, device=device))
         for parameter in self.parameters():
-            # Megatron-Core reads these: whose gradients are added up over which ranks, and counted in the norm
+            # Megatron-Core reads these attributes to decide over which ranks a gradient is summed, and where the norm
+            # counts it
             parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
     def forward(self, hidden_TI: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the product, and the bias, which `MLP` adds."""
+        """Return the product and the bias; Megatron-Core's `MLP` adds the bias."""
         return hidden_TI @ self.weight_IO, self.shift_1O[0]
 
 
 class GateUpProjection(ExpertProjection):
-    """Gate and up projection: their columns are in turn in the weight, and one behind the other in the results."""
+    """Gate and up projection. Their columns alternate in the weight; in the results, gate columns come first."""
 
     def forward(self, hidden_TI: Tensor) -> tuple[Tensor, Tensor]:
         return tuple(torch.cat([value[..., ::2], value[..., 1::2]], -1) for value in super().forward(hidden_TI))  # type: ignore[return-value]
@@ -266,8 +269,8 @@ class GateUpProjection(ExpertProjection):
 def add_balance(balance: RouterBalance, chunks: Sequence[nn.Module]) -> None:
     """Register hooks that add the current loss of `balance` in the routers of the chunks.
 
-    A layer that backward computes again adds the loss only then, because only then it has gradients. So `balance`
-    must have the micro-batch's loss again when the micro-batch's backward begins (`chunks.py`).
+    If backward recomputes a layer, the layer adds the loss only during recomputation, because the first forward has
+    no gradients. So `balance` must have the micro-batch's loss again when its backward begins (`chunks.py`).
     """
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
@@ -276,7 +279,7 @@ def add_balance(balance: RouterBalance, chunks: Sequence[nn.Module]) -> None:
 
 
 def require_losses(chunks: Sequence[nn.Module], losses: Sequence[LayerLoss]) -> None:
-    """Raise ValueError unless each router of the chunks has added each loss. losses: one for each micro-batch"""
+    """Raise ValueError unless each router of the chunks has added each loss. losses: the loss of each micro-batch"""
     routers = sum(isinstance(module, TopKRouter) for chunk in chunks for module in chunk.modules())
     for loss in losses:
         if len(loss.losses()) != routers:
@@ -287,18 +290,18 @@ def require_losses(chunks: Sequence[nn.Module], losses: Sequence[LayerLoss]) -> 
 
 
 def _add_loss(balance: RouterBalance, name: str, router: TopKRouter, inputs: tuple[Any, ...], outputs: Any) -> Any:
-    """Forward hook of a router. inputs: begins with the hidden states [S, N, D] of N rows. outputs: the experts'
-    factors [T, X] of each token, and which experts it has chosen (K of them).
+    """Forward hook of a router. inputs: the first one is the hidden states [S, N, D] of N rows. outputs: the experts'
+    factors for each token, [T, X], and the mask of the K experts that each token has chosen, [T, X].
     """
     if not balance.is_active:
         return outputs
     scores_TX, is_chosen_TX = outputs
     logits_SNX = router.gating(inputs[0])  # the router does not return its logits
-    logits_SNX.register_hook(lambda gradient: gradient.contiguous())  # the backward of `gating` views it
+    logits_SNX.register_hook(lambda gradient: gradient.contiguous())  # the backward of `gating` needs a view of it
     chosen_SNK = is_chosen_TX.int().topk(router.topk).indices.unflatten(0, logits_SNX.shape[:2])
     columns = [logits_SNX, chosen_SNK]
     if router.config.sequence_parallel:
-        # each tensor rank computes the loss of all tokens, and its gradient for its own tokens
+        # each tensor rank computes the loss of all tokens, but the gradient of only this rank's tokens
         gather = partial(gather_from_sequence_parallel_region, tensor_parallel_output_grad=False)
         columns = [gather(values, group=router.tp_group) for values in columns]
     logits_TX, chosen_TK = (values.transpose(0, 1).flatten(0, 1) for values in columns)

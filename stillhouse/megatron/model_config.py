@@ -1,10 +1,10 @@
 """Converts a transformers model's configuration, and `parallel.megatron`, to Megatron-Core's configuration.
 
 The conversion is exact or refused: a setting that Megatron-Core does not compute in the same way raises ValueError
-with the configuration's key. The user's settings are those of memory, communication and speed. Settings that would
-change the model, the loss or the dtypes are refused, as are those that need more than the model and its gradients:
-graphs of a whole step, whose rows have other lengths and whose loss another divisor each time, buffers that a trainer
-allocates, schedules of their own, and a gradient of the head in the output layer, which is not called.
+with the configuration's key. Users may choose settings for memory, communication and speed. Settings that would
+change the model, the loss or the dtypes are refused. Also refused are graphs of a whole step, because the rows'
+lengths and the loss's divisor differ between steps; settings that need buffers from a trainer or another schedule;
+and settings for the head's gradient in the output layer, because this layer is not called.
 
 C half of the width of a head.
 """
@@ -27,7 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stillhouse.megatron.families import Family, UnsupportedModelError, head_width, not_exact, require_family
 
-#: settings for which only one value is exact, except for families with other values
+#: settings for which only one value is exact. Some families also allow other values
 _ONLY: Mapping[str, Any] = {
     "hidden_act": "silu",
     "hidden_activation": "gelu_pytorch_tanh",
@@ -40,7 +40,7 @@ _ONLY: Mapping[str, Any] = {
     "quantization_config": None,
     "rope_interleave": True,
 }
-#: types of rotary embeddings whose frequencies do not depend on the number of tokens
+#: the types of rotary embeddings whose frequencies do not depend on the number of tokens
 _ROTARY = ("default", "linear", "llama3", "yarn")
 
 _TRANSFORMER_FIELDS = """distribute_saved_activations
@@ -51,7 +51,7 @@ moe_permute_fusion moe_router_fusion apply_rope_fusion bias_activation_fusion bi
 _TRANSFORMER = frozenset(_TRANSFORMER_FIELDS.split())
 #: fields of DistributedDataParallelConfig
 _DATA_PARALLEL = frozenset(("overlap_grad_reduce", "bucket_size", "pad_buckets_for_high_nccl_busbw"))
-#: each layer is computed again
+#: recompute each layer in backward
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -60,14 +60,14 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron-Core's configuration of a model.
 
-    dtype: of the weights and of the hidden states that pipeline stages send. depths: the number of MTP layers.
-    options: fields of `TransformerConfig` for the layout, memory and speed.
-    Raises UnsupportedModelError, naming the key, for what Megatron-Core does not compute as transformers does, and
-    ValueError for options that the model or the loss determines or Megatron-Core refuses.
+    dtype: the dtype of the weights and of the hidden states that pipeline stages send. depths: the number of MTP
+    layers. options: fields of `TransformerConfig` for the layout, memory and speed.
+    Raises UnsupportedModelError, naming the key, for a setting that Megatron-Core does not compute as transformers
+    does. Raises ValueError for options that the model or the loss determines or that Megatron-Core refuses.
     """
     family = require_family(config)
     _require_exact(config, family)
-    # the loss is a sum that the engine has already divided, and Megatron-Core adds no loss of its own
+    # the engine has already divided the loss, and Megatron-Core must not add another loss
     determined = _model_fields(config, family) | {
         "calculate_per_token_loss": True,
         "moe_router_load_balancing_type": "none",
@@ -83,7 +83,7 @@ def transformer_config(
         if name not in names or name in determined:
             reason = "the model or the loss determines it" if name in determined else "there is no such field"
             raise ValueError(f"{name}={options[name]!r}: {reason}; expected another field of TransformerConfig")
-    # Transformer Engine has no norms of projections' outputs (Gemma) and no experts with the weights of gpt-oss
+    # Transformer Engine supports neither norms of projections' outputs (Gemma) nor the experts' weights of gpt-oss
     uses_engine = HAVE_TE and not family.gemma and not family.gpt_oss
     defaults: dict[str, Any] = {
         "params_dtype": dtype,
@@ -110,7 +110,7 @@ def transformer_config(
 def rotary_frequencies(config: PreTrainedConfig, layer_type: str = "full_attention") -> tuple[Tensor, float]:
     """Return the rotary embedding's inverse frequencies [C] in float32, and the factor of rotated queries and keys.
 
-    layer_type: for families whose layer types have different embeddings; other families ignore it.
+    layer_type: the layer type, if a family has different embeddings for its layer types; other families ignore it.
     """
     by_type = "full_attention" in config.rope_parameters
     rotary = config.rope_parameters[layer_type] if by_type else config.rope_parameters
@@ -157,7 +157,7 @@ def _attention_fields(config: PreTrainedConfig) -> dict[str, Any]:
     if len(factors) > 1:
         raise not_exact(config, "rope_parameters", config.rope_parameters, "one attention_factor for all layers")
     (factor,) = factors
-    # the whole head is rotated, so that a factor of queries and keys is a factor of their products
+    # the whole head is rotated, so the factor of queries and keys can be moved to the scale of their products
     scale = factor**2 / getattr(config, "query_pre_attn_scalar", head_width(config)) ** 0.5
     fields: dict[str, Any] = {
         "num_query_groups": config.num_key_value_heads,
@@ -167,7 +167,7 @@ def _attention_fields(config: PreTrainedConfig) -> dict[str, Any]:
     window = getattr(config, "sliding_window", None)
     has_window = [window is not None and layer_type == "sliding_attention" for layer_type in layer_types or ()]
     if window is not None and (any(has_window) or layer_types is None):
-        # the window of transformers includes the token itself
+        # in transformers, the window includes the token itself
         fields["window_size"] = (window - 1, 0)
         fields["window_attn_skip_freq"] = [int(is_window) for is_window in has_window] or None
     return fields
@@ -219,12 +219,12 @@ def _require_exact(config: PreTrainedConfig, family: Family) -> None:
 
 
 def _require_mtp(config: PreTrainedConfig, depths: int, determined: Mapping[str, Any]) -> None:
-    """Raise an error unless the MTP layers are like the last layer, of which Megatron-Core makes them."""
+    """Raise an error unless the MTP layers are like the last layer, because Megatron-Core builds them like it."""
     if determined.get("window_size") is not None:
-        # Megatron-Core numbers MTP layers from 1, so they would have the windows of the first layers
+        # Megatron-Core numbers MTP layers from 1, so MTP layers would have the windows of the first layers
         raise not_exact(config, "sliding_window", config.sliding_window, "a student without a window for student.mtp")
     is_sparse = determined.get("moe_layer_freq", [0])
-    # transformers numbers MTP layers from 0, and Qwen3-MoE's dense layers have numbers
+    # transformers numbers MTP layers from 0, and Qwen3-MoE decides by a layer's number whether it is dense
     sparse_depths = is_sparse[:depths] if hasattr(config, "mlp_only_layers") else [is_sparse[-1]]
     if {*sparse_depths} != {is_sparse[-1]}:
         expected = f"the first {depths} layers to be like the last one, for student.mtp"
@@ -296,7 +296,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 @contextmanager
 def refused_settings() -> Iterator[None]:
-    """Raise ValueError, with the key, where Megatron-Core refuses settings or lacks a library for one of them."""
+    """Raise ValueError with the key if Megatron-Core refuses settings, or lacks a library for one of them."""
     try:
         yield
     except (AssertionError, ImportError, ValueError) as error:

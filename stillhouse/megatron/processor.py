@@ -4,10 +4,10 @@
     targets = DistillTargets(labels, signals={TEACHER: signal})
     output = model(ids, positions, mask, output_processor=processor, output_processor_context=targets)
 
-On the last pipeline stage the model calls the hook instead of its output layer. Hidden states that are sharded over
-tensor ranks (sequence parallelism) are gathered, with a reduce-scatter in backward; [S, B, D] become [B, S, D], the
-order of Megatron's labels. The output layer's rows on this rank become a vocabulary shard. Packed sequences form one
-row (B = 1). On a context rank, the context must contain the labels of the rank's own tokens.
+On the last pipeline stage, the model calls the hook instead of its output layer. If hidden states are sharded over
+tensor ranks (sequence parallelism), they are gathered, with a reduce-scatter in backward. They are transposed from
+[S, B, D] to [B, S, D], the order of Megatron's labels. The output layer's rows on this rank are a vocabulary shard.
+Packed sequences form one row (B = 1). On a context rank, the context must contain the labels of this rank's tokens.
 
 S tokens per row, B rows, D width.
 """
@@ -34,15 +34,15 @@ _READS = ("LOAD_FAST", "LOAD_DEREF")
 
 
 class MegatronProcessor:
-    """An output processor for Megatron-Core's hook. Keep it as long as the model: it contains the vocabulary shard.
+    """An output processor for Megatron-Core's hook. Keep it as long as the model: it has the vocabulary shard.
 
-    model: the model that will call this object; wrapped or not, and of any pipeline stage. vocab_size: the number of
-    real vocabulary rows if the output layer is padded; the padding rows get no probability. None: all rows are real.
-    softcap: the logits become softcap · tanh(logits / softcap); None: they stay.
+    model: the model that will call this object, wrapped or not, on any pipeline stage. vocab_size: the number of
+    vocabulary rows without padding; padding rows get no probability. If it is None, the output layer has no padding.
+    softcap: if it is not None, the logits become softcap · tanh(logits / softcap).
 
     flat: for `build_schedule_plan`, whose nodes accept only tensors and pass a gradient to each of them. The hook
-    then returns a tuple with a single differentiable tensor, which stacks the tensors of the processor's result. For
-    an `ObjectiveOutput`, these are the loss and the metrics, and `unpack` restores it.
+    then returns a tuple with a single differentiable tensor, a stack of the tensors in the processor's result. For an
+    `ObjectiveOutput`, these tensors are the loss and the metrics, and `unpack` restores the `ObjectiveOutput`.
 
     Raises ValueError for a model that would not call the processor, or that would also minimise another loss.
     """
@@ -58,23 +58,7 @@ class MegatronProcessor:
     ):
         while isinstance(inner := getattr(model, "module", None), nn.Module):
             model = inner
-        name = f"{type(model).__name__} of megatron-core {megatron.core.__shortversion__}"
-        functions = [model.forward, *([model._postprocess] if hasattr(model, "_postprocess") else [])]
-        if not all(_reads(function, "output_processor") for function in functions):
-            raise ValueError(
-                f"{name} does not call an output processor: expected a GPTModel of megatron-core 0.18 or later"
-            )
-        config = getattr(model, "config", None)
-        if getattr(config, "mtp_num_layers", None) and not isinstance(model, MultiTokenGPTModel):
-            raise ValueError(
-                f"{name} with mtp_num_layers: Megatron would also minimise its own cross-entropy from logits, beside "
-                "the processor; expected stillhouse.megatron.processor.MultiTokenGPTModel"
-            )
-        if getattr(config, "defer_embedding_wgrad_compute", False):
-            raise ValueError(
-                "defer_embedding_wgrad_compute=True keeps the inputs of the output layer, but an output processor "
-                "does not call this layer; expected False"
-            )
+        _require_hook(model)
         require_callable(processor)
         self.processor, self.vocab_size, self.softcap, self.flat = processor, vocab_size, softcap, flat
         self._shards: dict[tuple[Any, ...], VocabShard] = {}
@@ -98,31 +82,25 @@ class MegatronProcessor:
                 "the output layer's weight is a DTensor, which is not gathered for the output processor: expected "
                 "Megatron's own tensor parallelism, and data parallelism that keeps the output layer whole"
             )
-        # the output layer itself is not called, so run its pre-hooks here: in them, Megatron waits until the weight
+        # the output layer itself is not called, so its pre-hooks run here: in them, Megatron waits until the weight
         # is gathered (overlapped parameter gather)
         for hook in output_layer._forward_pre_hooks.values():
             hook(output_layer, ())
         if output_layer.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=output_layer.tp_group)
-        group, rows = output_layer.tp_group, len(weight_VD)
-        shard: VocabShard | None = None
-        if group is not None and group.size() > 1:
-            key = (group, rows, output_layer.sequence_parallel)
-            if key not in self._shards:
-                start = group.rank() * rows
-                # with sequence parallelism, the backward of the gather sums the gradient (a reduce-scatter)
-                summed_here = not output_layer.sequence_parallel
-                self._shards[key] = VocabShard(start, start + rows, group, reduce_hidden_grad=summed_here)
-            shard = self._shards[key]
-        scale = float(scale_logits(torch.ones(())))
         head = OutputHead(
-            weight_VD, output_layer.bias, vocab_size=self.vocab_size, scale=scale, softcap=self.softcap, shard=shard
+            weight_VD,
+            output_layer.bias,
+            vocab_size=self.vocab_size,
+            scale=float(scale_logits(torch.ones(()))),
+            softcap=self.softcap,
+            shard=self._shard(output_layer, len(weight_VD)),
         )
         result = self.processor(hidden_states=hidden_states.transpose(0, 1), head=head, context=context, depth=depth)
         return (self._packed(result),) if self.flat else result
 
     def unpack(self, packed: Tensor) -> Any:
-        """Restore the `ObjectiveOutput` (of several depths, a tuple), without values per token, from a packed one."""
+        """Restore an `ObjectiveOutput`, or a tuple with one for each depth. Values per token are not restored."""
         if packed.dim() == 2:
             return tuple(self.unpack(depth) for depth in packed)
         loss, *metrics = packed.unbind()
@@ -142,11 +120,24 @@ class MegatronProcessor:
             "or a tensor"
         )
 
+    def _shard(self, output_layer: Any, rows: int) -> VocabShard | None:
+        group = output_layer.tp_group
+        if group is None or group.size() == 1:
+            return None
+        key = (group, rows, output_layer.sequence_parallel)
+        if key not in self._shards:
+            start = group.rank() * rows
+            # with sequence parallelism, the backward of the gather sums the gradient (a reduce-scatter)
+            summed_here = not output_layer.sequence_parallel
+            self._shards[key] = VocabShard(start, start + rows, group, reduce_hidden_grad=summed_here)
+        return self._shards[key]
+
 
 class MultiTokenGPTModel(GPTModel):
     """A GPTModel that also calls the output processor for every depth of multi-token prediction.
 
-    With one, the last stage returns a tuple of its results for depths 0 … n, without Megatron's logits and loss.
+    With a processor, the last stage returns a tuple of the processor's results for depths 0 … n, instead of
+    Megatron's logits and loss.
     """
 
     def _postprocess(
@@ -160,9 +151,14 @@ class MultiTokenGPTModel(GPTModel):
         **options: Any,
     ) -> Any:
         if output_processor is None or not self.config.mtp_num_layers:
-            options |= {"mtp_in_postprocess": mtp_in_postprocess, "extra_block_kwargs": extra_block_kwargs}
-            options |= {"output_processor": output_processor, "output_processor_context": output_processor_context}
-            return super()._postprocess(hidden_states=hidden_states, **options)
+            return super()._postprocess(
+                hidden_states=hidden_states,
+                output_processor=output_processor,
+                output_processor_context=output_processor_context,
+                mtp_in_postprocess=mtp_in_postprocess,
+                extra_block_kwargs=extra_block_kwargs,
+                **options,
+            )
         if not isinstance(output_processor, MegatronProcessor):
             raise ValueError(f"output_processor={output_processor!r}: expected a MegatronProcessor with its depths")
         if mtp_in_postprocess:
@@ -188,8 +184,28 @@ class MultiTokenGPTModel(GPTModel):
         return (torch.stack([packed for (packed,) in results]),) if output_processor.flat else tuple(results)
 
 
+def _require_hook(model: nn.Module) -> None:
+    name = f"{type(model).__name__} of megatron-core {megatron.core.__shortversion__}"
+    functions = [model.forward, *([model._postprocess] if hasattr(model, "_postprocess") else [])]
+    if not all(_reads(function, "output_processor") for function in functions):
+        raise ValueError(
+            f"{name} does not call an output processor: expected a GPTModel of megatron-core 0.18 or later"
+        )
+    config = getattr(model, "config", None)
+    if getattr(config, "mtp_num_layers", None) and not isinstance(model, MultiTokenGPTModel):
+        raise ValueError(
+            f"{name} with mtp_num_layers: Megatron would also minimise its own cross-entropy from logits, beside the "
+            "processor; expected stillhouse.megatron.processor.MultiTokenGPTModel"
+        )
+    if getattr(config, "defer_embedding_wgrad_compute", False):
+        raise ValueError(
+            "defer_embedding_wgrad_compute=True keeps the inputs of the output layer, but an output processor does "
+            "not call this layer; expected False"
+        )
+
+
 def _reads(function: Any, argument: str) -> bool:
-    """Whether a function has the argument and reads it. A function that drops it would compute another loss."""
+    """Whether a function has the argument and reads it. A function that ignores it would compute another loss."""
     if argument not in inspect.signature(function).parameters:
         return False
     code = getattr(inspect.unwrap(function), "__code__", None)

@@ -1,11 +1,11 @@
-"""A micro-batch as Megatron-Core's layers get it: packed documents in one row, or one document per right-padded row.
+"""The rows of a micro-batch in Megatron-Core's layers: one row of packed documents, or a padded row per document.
 
-A context rank has a block of columns of each micro-batch, as with the other engine. In the layers, it has two chunks
-of each document instead (`context_positions`), so that all ranks have the same work. So the ranks gather the tokens
-before the layers and the hidden states behind them.
+A context rank has a block of columns of each micro-batch, as with the torch engine. But in the layers, it has two
+chunks of each document (`context_positions`), so that all ranks have the same work. Therefore the ranks gather the
+tokens before the layers, and the hidden states after the layers.
 
-B rows, S columns of the micro-batch on this rank; N rows in the layers (1 of packed documents), K columns of these
-rows on all context ranks, L on this rank, D width.
+B rows, S columns of the micro-batch on this rank; N rows in the layers (1 for packed documents), K columns of these
+rows on all context ranks, L columns of these rows on this rank, D width.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +27,9 @@ from stillhouse.models.document_packing import COLUMNS, UnpackedRows
 
 @dataclass(frozen=True)
 class MegatronRows:
-    """ids_NL, positions_NL: the tokens in the layers, and their positions in their documents. rows: of all context
-    ranks. documents: the columns of each document in a row. packed: None: each row is one document.
+    """ids_NL, positions_NL: the tokens in the layers, and their positions in their documents. rows: the rows of all
+    context ranks. documents: the number of columns of each document in a row. packed: the documents' borders; None if
+    each row is one document.
     """
 
     ids_NL: Tensor
@@ -41,18 +42,19 @@ class MegatronRows:
     def in_pass(cls, batches: Sequence[MicroBatch], *, packs: bool, uniform_shapes: bool = False) -> list[Self]:
         """Return the rows of the micro-batches of one pass. A collective of the context ranks.
 
-        packs: whether documents are packed. uniform_shapes: all get the largest numbers of rows and columns.
+        packs: whether documents are packed. uniform_shapes: whether all micro-batches get the largest numbers of rows
+        and columns.
         """
         made = [_gathered_rows(batch, packs) for batch in batches]
-        # the rows and the columns of all context ranks
+        # the numbers of rows and columns, over all context ranks
         shapes = [(len(ids_NK), ids_NK.shape[1]) for ids_NK, _, _ in made]
         if uniform_shapes:
             shapes = [(max(count for count, _ in shapes), max(columns for _, columns in shapes))] * len(shapes)
         multiple = COLUMNS * parallel_state.get_context_parallel_world_size()
         result = []
         for (ids_NK, rows, documents), (count, columns) in zip(made, shapes, strict=True):
-            # rows and columns without tokens repeat a token of others; with packed documents, these columns are a
-            # further document
+            # rows and columns without tokens repeat other tokens; with packed documents, these columns are one more
+            # document
             columns += -columns % multiple
             if columns > ids_NK.shape[1]:
                 documents = [*documents, columns - ids_NK.shape[1]] if packs else [columns]
@@ -65,20 +67,20 @@ class MegatronRows:
         return result
 
     def pack_tokens(self, values: Tensor) -> Tensor:
-        """As `pack`, for values [N·L, …], which become [B·S, …]."""
+        """Convert values [N·L, …] to [B·S, …] as `pack` does."""
         return self.pack(values.unflatten(0, self.ids_NL.shape)).flatten(0, 1)
 
     def pack(self, hidden_NLD: Tensor) -> Tensor:
-        """Return the hidden states of this rank's columns [B, S, D]. A collective of the context ranks.
+        """Return the hidden states of this rank's columns, [B, S, D]. A collective of the context ranks.
 
-        Backward adds up the gradients that the context ranks have for a token.
+        Backward sums the gradients that the context ranks have for a token.
         """
         group, columns = parallel_state.get_context_parallel_group(), self.rows.index_NL.shape[1]
         if group.size() == 1:
             return self.rows.pack(hidden_NLD[: len(self.rows.index_NL), :columns])
         hidden_KND = gather_from_sequence_parallel_region(hidden_NLD.transpose(0, 1).contiguous(), group=group)
         place_BS = self.rows.place_T.view(self.rows.shape_BS).chunk(group.size(), dim=1)[group.rank()]
-        # where the gathered chunks have the columns of a row
+        # the places of a row's columns in the gathered chunks
         columns_K = torch.cat([columns_L for columns_L, _ in _places(self.documents)])
         where_K = columns_K.argsort().to(place_BS.device)
         index_BS = where_K[place_BS % columns] * len(hidden_NLD) + place_BS // columns
@@ -86,7 +88,7 @@ class MegatronRows:
 
 
 def _gathered_rows(batch: MicroBatch, packs: bool) -> tuple[Tensor, UnpackedRows, Sequence[int]]:
-    """Return the tokens [N, K] of a micro-batch on all context ranks, the documents' places, and their columns."""
+    """Return a micro-batch's tokens [N, K] of all context ranks, and its documents' places and column counts."""
     shape_BS, count = batch.shape_BS, parallel_state.get_context_parallel_world_size()
     position_ids_BS, is_padding_BS = batch.position_ids_BS.expand(shape_BS), batch.is_padding_BS
     ids_BS = batch.input_ids_BS
@@ -106,8 +108,8 @@ def _gathered_rows(batch: MicroBatch, packs: bool) -> tuple[Tensor, UnpackedRows
 
 
 def _places(documents: Sequence[int], *ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, for context ranks (by default all), the columns of a row that a rank has, in their order, and their
-    positions in their documents. documents: the columns of each.
+    """For each of these context ranks (by default all), yield the columns of a row that the rank has, in the rank's
+    order, and the columns' positions in their documents. documents: the number of columns of each document.
     """
     starts = [*accumulate(documents, initial=0)][:-1]
     for rank in ranks or range(parallel_state.get_context_parallel_world_size()):
@@ -117,7 +119,7 @@ def _places(documents: Sequence[int], *ranks: int) -> Iterator[tuple[Tensor, Ten
 
 
 def borders(documents: Sequence[int], device: torch.device) -> PackedSeqParams:
-    """Return the borders of documents that lie one behind another. documents: the columns of each."""
+    """Return the borders of documents that follow one another. documents: the number of columns of each document."""
     stops = torch.tensor([*accumulate(documents, initial=0)], dtype=torch.int32, device=device)
     longest = max(documents)
     return PackedSeqParams(
@@ -126,10 +128,10 @@ def borders(documents: Sequence[int], device: torch.device) -> PackedSeqParams:
 
 
 def context_positions(tokens: int, rank: int | None = None) -> Tensor:
-    """Return the positions of a document's tokens that a context rank (by default this one) has, in their order.
+    """Return the positions in a document of the tokens that a context rank (by default this rank) has, in its order.
 
     There are two chunks per rank. Rank r has chunk r and the r-th chunk from the end, so that all ranks have the same
-    work. tokens: of the document with its padding. Raises ValueError unless the context ranks can divide them.
+    work. tokens: the number of tokens with padding. Raises ValueError if the chunks would not be equal.
     """
     size = parallel_state.get_context_parallel_world_size()
     if size == 1:

@@ -1,12 +1,12 @@
-"""The state of `MegatronEngine` as named tensors, the same as those of `TorchEngine` (see `state_folder.py`).
+"""The state of `MegatronEngine` as named tensors. `TorchEngine` has the same tensors (see `state_folder.py`).
 
 A tensor of the full model consists of rectangular blocks on the processes (`weights.py`). DCP writes and reads such a
 tensor by the protocol that `BlockTensor` implements. So a run may change its layout, and its engine, when it resumes.
 
-Megatron-Core's distributed optimizer shards weights in float32, moments and gradients: each data rank has a range of
-the elements of a parameter, which does not respect the borders of rows. So one parameter at a time is collected, on a
-rank that `trained_parameters` chooses, such that all data ranks of a group have about the same number of elements.
-`collect` and `spread` are collectives of the data ranks.
+Megatron-Core's distributed optimizer shards the float32 weights, moments and gradients: each data rank has a range of
+a parameter's elements, which may begin or end within a row. So one parameter at a time is collected on a rank that
+`trained_parameters` chooses. It chooses owners such that all data ranks of a group collect about the same number of
+elements. `collect` and `spread` are collectives of the data ranks.
 """
 
 from collections import defaultdict
@@ -35,10 +35,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class TrainedParameter:
-    """A parameter of a chunk, and what this data rank has of it.
+    """A parameter of a chunk, and the part of the parameter that this data rank has.
 
-    group: the data ranks that share the parameter. owner: the rank in the group on which it is collected. elements:
-    the range of this rank's elements in the flattened parameter. optimizer, master: of these elements, in float32.
+    group: the data ranks that share the parameter. owner: the rank in the group on which the parameter is collected.
+    elements: the range of this rank's elements in the flattened parameter. optimizer: these elements' optimizer; None
+    if there are no elements. master: the elements' weights in float32.
     """
 
     key: Key
@@ -56,19 +57,19 @@ class TrainedParameter:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The optimizer's state of the elements; empty before the first step."""
+        """The optimizer's state of this rank's elements. It is empty before the first step."""
         return {} if self.optimizer is None else self.optimizer.state[self.master]
 
     def values(self, kind: str) -> Tensor:
-        """Return this rank's elements of a moment of the optimizer by its name, otherwise of the float32 weight."""
+        """Return this rank's elements of a moment, if `kind` is its name, otherwise of the float32 weight."""
         empty = self.master.new_empty(0)
         return self.state.get(kind, empty) if kind in MOMENTS else self.master.detach()
 
     def collect(self, values: Tensor, *, everywhere: bool = False) -> Tensor | None:
-        """Return the full tensor in float32 on the owner, or on all ranks; on other ranks None."""
+        """Return the full tensor in float32 on the owner, or on all ranks if `everywhere`. Other ranks get None."""
         full = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=values.device)
         full[self.elements] = values
-        bits = full.view(torch.int32)  # a sum of integers with zeros keeps each bit, a sum of numbers loses -0.0
+        bits = full.view(torch.int32)  # a sum of integers and zeros keeps all bits; a sum of floats would lose -0.0
         if everywhere:
             dist.all_reduce(bits, group=self.group)
         elif self.group.size() > 1:
@@ -76,7 +77,7 @@ class TrainedParameter:
         return full.view(self.parameter.shape) if everywhere or self.is_owner else None
 
     def spread(self, full: Tensor | None) -> Tensor:
-        """Return the full tensor of the owner on all ranks."""
+        """Return the owner's full tensor on all ranks."""
         tensor = torch.empty(self.parameter.shape, device=self.master.device) if full is None else full
         dist.broadcast(tensor, group_src=self.owner, group=self.group)
         return tensor
@@ -104,7 +105,7 @@ def trained_parameters(chunks: Chunks, optimizer: Any) -> list[TrainedParameter]
         parameter: (group, next((block.name for block in blocks[keys[parameter]]), keys[parameter][1]))
         for parameter, group in groups.items()
     }
-    # the owner of each tensor: of the largest tensors first, the rank with the fewest elements so far
+    # choose the owners, in the order of the tensors' sizes: the owner is the rank with the fewest elements so far
     sizes: defaultdict[tuple[dist.ProcessGroup, str], int] = defaultdict(int)
     for parameter, tensor in tensors.items():
         sizes[tensor] += parameter.numel()
@@ -117,7 +118,7 @@ def trained_parameters(chunks: Chunks, optimizer: Any) -> list[TrainedParameter]
     part_of = {parameter: part for part in parts for parameter in part.model_param_gbuf_map}
     entries = []
     for parameter, group in groups.items():
-        # without an element on this rank
+        # the values for a parameter without an element on this rank
         elements, optimizer, master = slice(0, 0), None, torch.empty(0, device=parameter.device)
         if (part := part_of.get(parameter)) is not None:
             param_group, number = part.model_param_group_index_map[parameter]
@@ -130,7 +131,7 @@ def trained_parameters(chunks: Chunks, optimizer: Any) -> list[TrainedParameter]
 
 
 def require_partition(entries: Sequence[TrainedParameter]) -> None:
-    """Raise ValueError unless each element of each parameter is on exactly one data rank. A collective of these."""
+    """Raise ValueError unless each element of a parameter is on exactly one data rank. A collective of data ranks."""
     groups: defaultdict[dist.ProcessGroup, list[TrainedParameter]] = defaultdict(list)
     for entry in entries:
         groups[entry.group].append(entry)
@@ -149,10 +150,11 @@ def require_partition(entries: Sequence[TrainedParameter]) -> None:
 
 
 class BlockTensor(Tensor):
-    """A tensor of the full model, without memory, of which this process has some blocks. DCP needs a tensor here.
+    """A tensor of the full model without memory. This process has some blocks of the tensor. DCP requires a tensor.
 
-    blocks: parts of parameters or moments, by the place of their first elements. offsets, region: the rectangle that
-    the blocks fill, since a file has at most one part of a tensor; a copy, unless there is only one block.
+    blocks: parts of parameters or moments, by the indices of their first elements. region: the rectangle that the
+    blocks fill, because a file has at most one part of a tensor; a copy unless there is only one block. offsets: the
+    indices of the region's first element.
     """
 
     blocks: dict[tuple[int, ...], Tensor]
@@ -166,7 +168,7 @@ class BlockTensor(Tensor):
         return tensor
 
     def include(self, block: Block, part: Tensor) -> None:
-        """Add a block. A number in the index removes a dim, which the part gets again."""
+        """Add a block. If a number in the index removed a dim, the part gets this dim again."""
         for dim, entry in enumerate(block.index):
             if isinstance(entry, int):
                 part = part.unsqueeze(dim)
@@ -210,14 +212,16 @@ class BlockTensor(Tensor):
 
 @dataclass(frozen=True)
 class MegatronState:
-    """A kind is WEIGHT, AVERAGE or the name of a moment. Of each kind, one data rank writes a parameter's tensors."""
+    """The state's tensors have the kinds WEIGHT and AVERAGE, and a kind for each moment. For each parameter, one data
+    rank writes the tensors of all kinds.
+    """
 
     student: MegatronStudent
     trained: Sequence[TrainedParameter]
     average: WeightAverage | None = None
 
     def tensors(self) -> dict[str, Any]:
-        """Return this process's blocks and its random state, by name. A collective of all processes."""
+        """Return this process's blocks and random states, by name. A collective of all processes."""
         held, steps, averages = self._empty(), self._steps(), self._averages()
         for block, weight in self._buffers():
             held[f"{WEIGHT}{block.name}"].include(block, weight)
@@ -236,7 +240,7 @@ class MegatronState:
 
     @torch.no_grad()
     def read(self, folder: Path, without_moments: Sequence[str]) -> None:
-        """Restore the weights, moments and random state that any layout of either engine wrote.
+        """Restore weights, moments and random states, which either engine may have written under any layout.
 
         Raises ValueError for the state of another model, or if parameters had no moments.
         """
@@ -280,7 +284,7 @@ class MegatronState:
             torch.set_rng_state(value) if name.startswith(f"{RANDOM}cpu") else torch.cuda.set_rng_state(value)
 
     def not_finite(self) -> list[str]:
-        """Return the tensors of this process's weights and moments that have an element that is not finite."""
+        """Return the names of this process's tensors whose weights or moments have an element that is not finite."""
         names = []
         for entry in self.trained:
             for kind in (WEIGHT, *(moment for moment in MOMENTS if moment in entry.state)):
@@ -309,7 +313,7 @@ class MegatronState:
         return sum(prod(student.shapes[name]) for name in student.saved) + trained_count + len(steps)
 
     def _empty(self) -> dict[str, BlockTensor]:
-        """Return all tensors of the full model that a checkpoint has, without blocks."""
+        """Return all tensors of a checkpoint, without blocks."""
         shapes = self.student.shapes
         tensors = {f"{WEIGHT}{name}": BlockTensor.without_blocks(shapes[name]) for name in self.student.saved}
         for name in self.student.trained:
@@ -333,9 +337,9 @@ class MegatronState:
         return local_blocks(chunks.models, chunks.table, lambda one: None if isinstance(one, nn.Parameter) else one)
 
     def _steps(self, *, created: bool = False) -> dict[str, Any]:
-        """Return the step number of each parameter's moments; nothing before the first step.
+        """Return the step number of each parameter's moments. Before the first step, the result is empty.
 
-        created: the state was created here, also on ranks that have no element of a parameter.
+        created: whether this process has just created the moments, so that the result is not empty.
         """
         here = [float(entry.state["step"]) for entry in self.trained if "step" in entry.state]
         steps = {step for rank_steps in self.student.ranks.gather(sorted({*here})) for step in rank_steps}
@@ -355,7 +359,7 @@ class MegatronState:
 
 
 def _joined(tensors: Mapping[str, BlockTensor]) -> dict[str, BlockTensor]:
-    """Return the tensors of which this process has blocks, with their regions."""
+    """Return the tensors of which this process has blocks, with their regions filled."""
     held = {name: tensor for name, tensor in tensors.items() if tensor.blocks}
     for tensor in held.values():
         tensor.join()

@@ -1,9 +1,9 @@
 """A student in Megatron-Core's GPTModels, with the teacher's GPTModels in the same stages.
 
-The teacher's forward runs before the student's; its hidden states stay on the last stage. The full tensors of a stage
-are all-gathered one at a time from the blocks on its ranks (`weights.py`), so that no process needs memory for more
-than two copies of one tensor. Each rank gathers from its tensor ranks, and the tensors of experts from the ranks that
-share the experts of a layer, so replicas of a rank gather among themselves.
+The teacher's forward runs before the student's forward; the teacher's hidden states stay on the last stage. The full
+tensors of a stage are all-gathered one at a time from the blocks on its ranks (`weights.py`), so that no process
+needs memory for more than two copies of one tensor. Tensor ranks gather among themselves. For the tensors of experts,
+the ranks that share a layer's experts gather among themselves. So each replica gathers separately.
 """
 
 from collections import defaultdict
@@ -38,9 +38,9 @@ from stillhouse.parallel.teacher_student_pair import DecoderHead, InStage, disti
 
 
 class MegatronStudent(DistributedStudent):
-    """teacher: in the same stages. teacher_head: of another teacher, on ranks with the last stage. teacher_is_base:
-    whether the teacher is the student without its adapter. data_parallel: settings of the sums of gradients, by
-    Megatron-Core's names.
+    """teacher: the teacher in the same stages. teacher_head: the head of a teacher outside the stages, on ranks with
+    the last stage. teacher_is_base: whether the teacher is the student without its adapter. data_parallel: fields of
+    `DistributedDataParallelConfig`.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class MegatronStudent(DistributedStudent):
         teacher: Chunks | None = None,
         teacher_head: DecoderHead | None = None,
         teacher_is_base: bool = False,
-        data_parallel: Mapping[str, Any] | None = None,
+        data_parallel: Mapping[str, Any],
     ):
         decoder, with_teacher = student.decoder, teacher if teacher_head is None else teacher_head
         self.layout, self.mesh, self.decoders, self.teacher_head = layout, mesh, [decoder], teacher_head
         self.teacher = None if with_teacher is None else with_teacher.decoder
         self.has_last_stage = mesh.coordinate("pipeline") == layout.degrees.pipeline - 1
         self.teacher_is_base = teacher_is_base
-        self.student = student.trained(layout.degrees.replicate, **(data_parallel or {}))
+        self.student = student.trained(layout.degrees.replicate, **data_parallel)
         self.teacher_chunks = teacher
         if teacher is not None:
             teacher.unrounded.clear()
@@ -67,19 +67,19 @@ class MegatronStudent(DistributedStudent):
                 model.eval().requires_grad_(False)
         tensors, shared = decoder.state_dict(), decoder.shared_names()
         self.has_gradient = False  # whether a pass has added to the gradients since they were set to zero
-        #: of the tensors of the full model; a tied head has the embedding's name
+        #: the shapes of the full model's tensors, by name; a tied head has the embedding's name
         self.shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in shared}
         parameters = {name: parameter for name, parameter in decoder.named_parameters() if name not in shared}
-        #: the names of the trained tensors, and of those in a checkpoint: without frozen weights, but with buffers
+        #: the names of the trained tensors, and of the tensors in a checkpoint: trained tensors and buffers
         self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         self.saved = [name for name in self.shapes if name in self.trained or name not in parameters]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of the chunks, whose names are Megatron-Core's."""
+        """Yield the parameters of the chunks with their names in Megatron-Core."""
         return ((f"{number}.{name}", parameter) for (number, name), parameter in self.student.named_parameters())
 
     def initialize_adapter(self, seed: int, *, fresh: bool = True) -> None:
-        """As in the interface. To be called before the optimizer exists, because it copies the matrices."""
+        """See the interface. Call this before the optimizer is created, because the optimizer copies the matrices."""
         matrices = self.student.matrices.items()
         self.student.set_adapter((name, initial_matrix(name, shape, seed, fresh=fresh)) for name, shape in matrices)
 
@@ -111,14 +111,14 @@ class MegatronStudent(DistributedStudent):
         for group, places in groups:
             rank_places: list[Any] = [None] * group.size()
             dist.all_gather_object(rank_places, places, group=group)
-            # a tensor rank whose rows of the vocabulary are only padding has no block of it
+            # a tensor rank whose vocabulary rows are all padding has no block of the tensor
             for name in dict.fromkeys(name for places in rank_places for name in places):
                 ranks = [places.get(name, []) for places in rank_places]
                 tensors[name] = StageTensor(name, empty[name], group, ranks)
         return [tensors[name] for name in self.shapes if name in tensors]
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
-        """As in the interface. Under a pipeline, evaluations have a multiple of its ranks as micro-batches, too."""
+        """See the interface. Under a pipeline, evaluations also get a multiple of its ranks as micro-batches."""
         return shard_micro_batches(micro_batches, self.mesh, uniform_shapes=self.layout.stages > 1)
 
     def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:
@@ -126,7 +126,7 @@ class MegatronStudent(DistributedStudent):
             return self._run(inputs, backward=False)
 
     def forward_backward(self, inputs: Sequence[StageInputs]) -> tuple[list[Any], list[tuple[str, Tensor]]]:
-        """Add the gradients of the losses; return the processor's results, and the losses in this rank's routers."""
+        """Add the gradients of the losses. Returns the processor's results, and the losses in this rank's routers."""
         losses = [
             part.start(entry.micro_batch, self.decoders[0], entry.normalizer)
             for entry in inputs
@@ -136,7 +136,7 @@ class MegatronStudent(DistributedStudent):
         return results, [named for loss in losses for named in loss.losses()]
 
     def _run(self, inputs: Sequence[StageInputs], **options: Any) -> list[Any]:
-        """Run the teacher if a signal is `InStage`, whose place its hidden states take, then the student."""
+        """Run the student. If a signal is `InStage`, first run the teacher; its hidden states replace the signal."""
         signals: list[dict[str, Any]] = [dict(entry.signals) for entry in inputs]
         name = next((name for name, signal in signals[0].items() if isinstance(signal, InStage)), None)
         if name is not None:
@@ -146,7 +146,7 @@ class MegatronStudent(DistributedStudent):
             base = without_adapter(teacher.models) if self.teacher_is_base else nullcontext()
             with torch.no_grad(), base:
                 exact = teacher.run(read, [None] * len(read), full_vocab, backward=False)
-            for named, signal in zip(signals, exact, strict=bool(exact)):  # only the last stage has them
+            for named, signal in zip(signals, exact, strict=bool(exact)):  # only the last stage has results
                 named[name] = signal
         contexts = [distill_targets(entry.micro_batch, named) for entry, named in zip(inputs, signals, strict=True)]
         return self.student.run(inputs, contexts, inputs[0].processor, **options)
@@ -163,7 +163,7 @@ class MegatronStudent(DistributedStudent):
 
 @dataclass(frozen=True)
 class StageTensor:
-    """A full tensor without values, and the places of the blocks of each rank of the group."""
+    """A full tensor without values, and the places of the blocks that each rank of the group has."""
 
     name: str
     empty: Tensor

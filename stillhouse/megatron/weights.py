@@ -6,9 +6,9 @@ for block, gradient in local_blocks(chunks, table, lambda parameter: parameter.m
     full[block.name][block.index] = gradient
 
 A `ModelSource` loads weights into a decoder. So each chunk is loaded through a decoder that has the chunk's layers,
-in shards that contain all blocks that this rank has of a tensor. A process never has more than its part of the model
-and one further tensor: the chunk's memory is returned before the decoder's is allocated, whose tensors are freed one
-by one.
+in shards that contain all blocks that this rank has of a tensor. A process never has more in memory than its part of
+the model and one more tensor. For this, the chunk's memory is freed before the decoder's memory is allocated. Each
+tensor of the decoder is freed when it has been copied.
 """
 
 import re
@@ -16,7 +16,6 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ from stillhouse.parallel import Mesh, ModelSource
 from stillhouse.parallel.backbone_cut import require_cuttable
 from stillhouse.parallel.stages import keep_layers
 
-#: what a source raises for weights that cannot be read or are wrong, on the ranks that need them
+#: the errors that a source raises for weights that cannot be read or are wrong, on the ranks that need them
 LOAD_ERRORS = (ProofError, ConfigError, ValueError, OSError)
 #: the number of a chunk, and the name of a parameter in it
 Key = tuple[int, str]
@@ -81,8 +80,8 @@ class Place:
 class Block:
     """A rectangle of one parameter of this rank, and the same rectangle of a tensor of the full model.
 
-    is_copy: whether this is the last stage's copy of the embedding, as its tied head or for MTP layers, so that the
-    block counts only on the first stage.
+    is_copy: whether the parameter is the last stage's copy of the embedding, for a tied head or MTP layers. The first
+    stage has the same block, and only that block is saved.
     """
 
     chunk: int
@@ -99,7 +98,9 @@ class Block:
 
 @dataclass(frozen=True)
 class WeightTable:
-    """All blocks of this rank. stage: its pipeline coordinate. shapes: without vocabulary padding."""
+    """All blocks of this rank. stage: the rank's pipeline coordinate. shapes: the parameters' shapes without padding
+    of the vocabulary.
+    """
 
     stage: int
     blocks: tuple[Block, ...]
@@ -111,7 +112,7 @@ class WeightTable:
         return replace(self, blocks=tuple(block for block in self.blocks if block.key in shapes), shapes=shapes)
 
     def by_parameter(self) -> dict[Key, list[Block]]:
-        """Return the blocks of each parameter. A shard of the vocabulary that has only padding rows has none."""
+        """Return the blocks of each parameter. A vocabulary shard that has only padding rows has no block."""
         blocks: dict[Key, list[Block]] = {key: [] for key in self.shapes}
         for block in self.blocks:
             blocks[block.key].append(block)
@@ -119,7 +120,7 @@ class WeightTable:
 
 
 def weight_table(chunks: Sequence[nn.Module], config: PreTrainedConfig, place: Place) -> WeightTable:
-    """Return the blocks of this rank's chunks. Raises ValueError for a parameter that the family's names lack."""
+    """Return the blocks of this rank's chunks. Raises ValueError if a parameter is not among the family's names."""
     blocks: list[Block] = []
     shapes: dict[Key, tuple[int, ...]] = {}
     for number, chunk in enumerate(chunks):
@@ -160,7 +161,7 @@ def _pieces(
     if parameter.startswith("mtp."):
         prefix = f"mtp.layers.{in_layer[1]}.{'' if name in MTP_NAMES else 'mtp_block.'}"
     else:
-        # Megatron-Core counts the layers of all stages from 1
+        # Megatron-Core numbers the layers of all stages from 1
         layer = chunk.get_submodule(f"decoder.layers.{in_layer[1]}").layer_number - 1  # type: ignore[operator]
         prefix = f"backbone.layers.{layer}."
     pieces, *names = rule
@@ -174,8 +175,8 @@ def _pieces(
 def require_coverage(tables: Sequence[WeightTable], shapes: Mapping[str, Sequence[int]]) -> None:
     """Raise ValueError unless the tables of all ranks cover each element of each tensor exactly once.
 
-    The same holds for each element of each parameter, except vocabulary padding. Ranks of one stage may be replicas.
-    shapes: of all tensors of the full model
+    They must also cover each element of each parameter once, except vocabulary padding. Ranks of one stage may be
+    replicas. shapes: the shapes of all tensors of the full model
     """
     for rank, table in enumerate(tables):
         for key, blocks in table.by_parameter().items():
@@ -197,7 +198,7 @@ def require_coverage(tables: Sequence[WeightTable], shapes: Mapping[str, Sequenc
 
 
 def from_all_ranks(item: Any) -> list[Any]:
-    """Return an object of each rank. A collective of all ranks."""
+    """Return the objects of all ranks, by rank. A collective of all ranks."""
     objects: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(objects, item)
     return objects
@@ -206,12 +207,12 @@ def from_all_ranks(item: Any) -> list[Any]:
 def local_blocks(
     chunks: Sequence[nn.Module], table: WeightTable, value: Callable[[Tensor], Tensor | None]
 ) -> Iterator[tuple[Block, Tensor]]:
-    """Yield each block with its part of a parameter's value, a view.
+    """Yield each block with a view of its part of a value.
 
-    value: returns a tensor of the shape of a parameter or a buffer, or None to leave it out.
+    value: returns a tensor with the shape of the given parameter or buffer, or None to omit its blocks.
     """
     for block in table.blocks:
-        tensor = value(attrgetter(block.parameter)(chunks[block.chunk]))
+        tensor = value(tensor_of(chunks[block.chunk], block.parameter))
         if tensor is not None:
             yield block, tensor[block.local]
 
@@ -222,7 +223,9 @@ def gather(
     shapes: Mapping[str, Sequence[int]],
     value: Callable[[Tensor], Tensor | None],
 ) -> dict[str, Tensor]:
-    """Return the full tensors on every rank. A collective. Raises ValueError if replicas of a block differ."""
+    """Return the full tensors on every rank. A collective of all ranks. Raises ValueError if replicas of a block
+    differ. value: see `local_blocks`.
+    """
     parts_here = [(block.name, block.index, part.detach()) for block, part in local_blocks(chunks, table, value)]
     full: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
@@ -236,6 +239,12 @@ def gather(
     return full
 
 
+def tensor_of(chunk: nn.Module, name: str) -> Tensor:
+    """Return a parameter or a buffer."""
+    module, _, leaf = name.rpartition(".")
+    return getattr(chunk.get_submodule(module), leaf)
+
+
 def index_key(index: Index) -> tuple[tuple[int, int], ...]:
     """Return the start and stop in each dim. A slice cannot be hashed before Python 3.12."""
     return tuple((part, part + 1) if isinstance(part, int) else (part.start, part.stop) for part in index)
@@ -244,7 +253,7 @@ def index_key(index: Index) -> tuple[tuple[int, int], ...]:
 def _require_partition(what: str, shape: Sequence[int], regions: Iterable[Index]) -> None:
     """Raise ValueError unless each element of the shape is in exactly one region.
 
-    The regions' borders divide the tensor into cells, so that its size does not matter.
+    The regions' borders divide the tensor into cells, so the cost does not depend on the tensor's size.
     """
     bounds = [index_key(region) for region in regions]
     borders = [
@@ -271,9 +280,10 @@ def _require_partition(what: str, shape: Sequence[int], regions: Iterable[Index]
 def load_from_source(
     chunks: Sequence[Any], table: WeightTable, source: ModelSource, decoder: Decoder, mesh: Mesh
 ) -> dict[Key, Tensor]:
-    """Load the weights of this rank's chunks, and return those that were rounded. A collective of all ranks.
+    """Load the weights of this rank's chunks. Returns the unrounded values of rounded weights. A collective of all
+    ranks.
 
-    decoder: the full model without values, which transformers saves under the names of the files from now on.
+    decoder: the full model without values. From now on, transformers saves it under the tensors' names in the files.
     Raises one of `LOAD_ERRORS` on all ranks, for example for weights that are missing or not finite.
     """
     meshes = [axis for axis in (mesh.weights["tensor"], mesh.experts["expert"]) if axis.size() > 1]
@@ -282,14 +292,14 @@ def load_from_source(
         for number, chunk in enumerate(chunks):
             chunk_table, part = table.part(key for key in table.shapes if key[0] == number), source.build()
             if not (chunk.pre_process and chunk.post_process):
-                first_layer = chunk.decoder.layers[0].layer_number - 1  # Megatron-Core counts from 1
+                first_layer = chunk.decoder.layers[0].layer_number - 1  # Megatron-Core numbers layers from 1
                 layers = range(first_layer, first_layer + len(chunk.decoder.layers))
                 cut = require_cuttable(part.config)
                 keep_layers(part, cut, layers, first=chunk.pre_process, last=chunk.post_process)
             if source.load_weights is not None:
                 _shard(part, chunk_table.blocks, shared, meshes)
                 for _, parameter in chunk_table.shapes:
-                    attrgetter(parameter)(chunk).untyped_storage().resize_(0)
+                    tensor_of(chunk, parameter).untyped_storage().resize_(0)
                 source.load_weights(part)
             unrounded |= copy_tensors(chunks, chunk_table, _freed_after_use(part, shared))
             save_as(decoder.pretrained, part.pretrained)
@@ -302,20 +312,20 @@ def copy_tensors(
 ) -> dict[Key, Tensor]:
     """Copy tensors of the full model, or shards of them, into the parameters. Padding rows become zero.
 
-    Returns the unrounded values of trained parameters whose dtype rounds one. Raises ValueError for a tensor that is
-    missing or has another shape.
+    If the dtype of a trained parameter rounds a value, the parameter's unrounded values are returned. Raises
+    ValueError for a tensor that is missing or has another shape.
     """
     blocks: defaultdict[str, list[Block]] = defaultdict(list)
     for block in table.blocks:
         blocks[block.name].append(block)
     unrounded: dict[Key, Tensor] = {}
-    untouched = {(number, name): attrgetter(name)(chunks[number]) for number, name in table.shapes}
+    untouched = {key: tensor_of(chunks[key[0]], key[1]) for key in table.shapes}
     for name, tensor in tensors:
         place = shard_slices(tensor)
         for block in blocks.pop(name, ()):
             if (parameter := untouched.pop(block.key, None)) is not None:
                 _allocate_zeros(parameter)
-            whole: Tensor = attrgetter(block.parameter)(chunks[block.chunk])
+            whole = tensor_of(chunks[block.chunk], block.parameter)
             target, within = whole[block.local], list[slice | int]()
             for part, shard in zip(block.index, place, strict=True):
                 first = shard.start
@@ -333,14 +343,14 @@ def copy_tensors(
                 unrounded[block.key][block.local] = source
     for name, (block, *_) in blocks.items():
         raise ValueError(f"there is no tensor '{name}', and parameter '{block.parameter}' needs it")
-    for parameter in untouched.values():  # shards of the vocabulary that have only padding rows
+    for parameter in untouched.values():  # vocabulary shards that have only padding rows
         _allocate_zeros(parameter)
     return unrounded
 
 
 def _allocate_zeros(parameter: Tensor) -> None:
     storage = parameter.untyped_storage()
-    if not storage.nbytes():  # otherwise it may also have other parameters
+    if not storage.nbytes():  # a storage with memory may also have other parameters
         storage.resize_(parameter.numel() * parameter.element_size())
     parameter.zero_()
 
@@ -350,16 +360,16 @@ def _freed_after_use(decoder: Decoder, shared: Mapping[str, str]) -> Iterator[tu
     for name, tensor in decoder.state_dict().items():
         yield shared.get(name, name), tensor  # the last stage of a pipeline has its own copy of a tied head
         storage = local(tensor).untyped_storage()
-        if storage.resizable():  # not pages of a file, which the system frees itself
+        if storage.resizable():  # the memory of a mapped file is not resizable; the system frees it
             storage.resize_(0)
 
 
 def _shard(
     decoder: Decoder, blocks: Sequence[Block], shared: Mapping[str, str], meshes: Sequence[DeviceMesh]
 ) -> None:
-    """Replace each parameter of a decoder on the meta device by the smallest shard that has all blocks of it.
+    """Replace each parameter of a decoder on the meta device by the smallest shard that has all of its blocks.
 
-    shared: the names of tied weights in the full model, each with the name in the blocks. meshes: of one axis each.
+    shared: the names of tied weights in the full model, with their names in the blocks. meshes: meshes of one axis.
     """
     bounds: defaultdict[str, list[tuple[tuple[int, int], ...]]] = defaultdict(list)
     for block in blocks:
@@ -367,7 +377,7 @@ def _shard(
     tied = decoder.shared_names()
     for name, parameter in list(decoder.named_parameters()):
         whole = parameter.detach()
-        # a tensor of which this rank needs nothing, or more than any shard along one axis, stays whole
+        # a tensor stays whole if this rank needs no part of it, or needs more than any shard along one axis
         shards = [whole]
         for dim, bounds_of in enumerate(zip(*bounds[shared.get(name, name)], strict=True)):
             start, stop = min(first for first, _ in bounds_of), max(last for _, last in bounds_of)

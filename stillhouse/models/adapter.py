@@ -4,8 +4,8 @@ W x becomes W x + (alpha / r) B A x, where A is [r, inputs] and B [outputs, r] (
 peft's LoRA layers replace the linear layers, and the adapter's files have peft's format. peft is an optional
 dependency, so a function imports it only when it needs it.
 
-A server adds the layers of a LoRA that another process has trained (`LoraOptions`). It reads or refuses every option
-that changes the layers, because with other layers it would be another model.
+A server adds the layers of a LoRA that another process has trained (`LoraOptions`). It applies or refuses every
+option that changes the layers, because other layers would make another model.
 """
 
 import copy
@@ -35,7 +35,7 @@ from stillhouse.models.quantized import element_count, is_quantized
 ALL_LINEAR = "all-linear"
 _NAME = "default"  # peft's name for the only adapter of a model
 ADAPTER_CONFIG = "adapter_config.json"
-#: the options without an effect on a server's layers: peft derives fan_in_fan_out from the class of each layer
+#: the options that do not change a server's layers; peft derives fan_in_fan_out from the class of each layer
 _WITHOUT_EFFECT = {
     *("base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_dropout", "peft_version", "revision"),
     "task_type",
@@ -48,9 +48,9 @@ class Lora:
 
     r: int
     alpha: float
-    layers: int  # with a LoRA
-    trained: int  # parameters
-    parameters: int  # all of the full model with its adapter
+    layers: int  # the number of layers with a LoRA
+    trained: int  # the number of trained parameters
+    parameters: int  # the number of all parameters of the full model with its adapter
 
     def __str__(self) -> str:
         def short(count: int) -> str:
@@ -75,16 +75,16 @@ def add_lora(
 ) -> Lora:
     """Add an adapter to an unsharded decoder and freeze all other parameters.
 
-    The matrices A and B are uninitialised until `initialize_lora`. Their dtype is float32, or that of the layer's
-    weight if it is wider. targets: `ALL_LINEAR` (all linear layers of the language model except the head), or the
-    last parts of module names. base, revision: of the base model for the adapter's files; base=None: the name from
-    which the model was loaded. Raises ValueError for targets that cannot have an adapter.
+    The matrices A and B are uninitialised until `initialize_lora`. Their dtype is float32, or the weight's dtype if
+    it is wider. targets: `ALL_LINEAR` (all linear layers of the language model except the head), or the
+    last parts of module names. base, revision: the base model's name and revision in the adapter's files; by default,
+    the name from which the model was loaded. Raises ValueError for targets that cannot have an adapter.
     """
     from peft import LoraConfig
 
     model = decoder.pretrained
     names = target_names(decoder, targets)
-    # the last parts of the names, as is usual in adapters, if they select the same modules
+    # adapters usually have only the last parts of the names; this is possible if they select the same modules
     last_parts = {name.rpartition(".")[2] for name in names}
     selected = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
     config = LoraConfig(
@@ -99,7 +99,7 @@ def add_lora(
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft itself detects that GPT-2 stores [in, out]
         model.add_adapter(config)
     config.base_model_name_or_path = base or model.name_or_path
-    config.target_modules = sorted(config.target_modules)  # peft's set has another order in every process
+    config.target_modules = sorted(config.target_modules)  # the order of peft's set differs between processes
     layers = _lora_layers(model)
     if different := sorted(layers.keys() ^ set(names)):  # peft treats some names as names of experts
         raise ValueError(
@@ -118,7 +118,7 @@ def add_lora(
 @torch.no_grad()
 def initialize_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
     """Initialise the adapter's matrices, if any, on this process as peft does: A uniform, B zero. The values do not
-    depend on the sharding (`name_seed`). fresh=False draws B as A, so that no gradient is 0.
+    depend on the sharding (`name_seed`). With fresh=False, B is random like A, so that no gradient is 0.
     """
     for name, parameter in decoder.named_parameters():
         if is_lora(name):
@@ -162,8 +162,8 @@ def without_lora(decoder: Decoder) -> Iterator[None]:
     layers = _lora_layers(decoder).values()
     for layer in layers:
         layer.enable_adapters(False)
-        # peft has also frozen the matrices. They must require grad, because FSDP records at its first forward which
-        # parameters require grad, and this forward may be the first
+        # peft has also frozen the matrices. But they must require grad: FSDP records in its first forward which
+        # parameters require grad, and the forward in this block may be the first one
         layer.set_requires_grad(layer.active_adapters)
     try:
         yield
@@ -175,7 +175,7 @@ def without_lora(decoder: Decoder) -> Iterator[None]:
 def save_lora(decoder: Decoder, matrices: Mapping[str, Tensor], folder: str | os.PathLike[str]) -> None:
     """Write the adapter in peft's format. matrices: the unsharded matrices by their names in the decoder."""
     config: Any = copy.copy(decoder.pretrained.peft_config[_NAME])
-    config.inference_mode = True  # peft's own saving sets it, too
+    config.inference_mode = True  # as peft does when it saves an adapter
     config.save_pretrained(os.fspath(folder))
     named = {saved_lora_name(decoder, name): matrix.contiguous() for name, matrix in matrices.items()}
     save_file(named, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
@@ -198,14 +198,14 @@ def merged_lora(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PreTr
 
 def target_names(decoder: Decoder, targets: str | list[str]) -> list[str]:
     """Return the full names of the linear layers that `targets` select. Raises ValueError for a target that selects
-    no module, or a module that is the head, the input embedding or not linear.
+    no module, the head, the input embedding, or a module that is not linear.
     """
     model = decoder.pretrained
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if _is_linear(module) and module is not head]
     if targets == ALL_LINEAR:
-        language_modules = set(decoder.language_model.modules())  # a vision tower has no gradient without images
+        language_modules = set(decoder.language_model.modules())  # without images, a vision tower has no gradient
         return [name for name in linear if modules[name] in language_modules]
     names: dict[str, None] = {}
     for target in [targets] if isinstance(targets, str) else targets:
@@ -270,7 +270,7 @@ class LoraOptions:
 
     @classmethod
     def of(cls, content: bytes) -> "LoraOptions":
-        """Parse the content of adapter_config.json. Raises ValueError for layers that `add_lora` does not make."""
+        """Parse the content of adapter_config.json. Raises ValueError if `add_lora` would make other layers."""
         if importlib.util.find_spec("peft") is None:
             raise ValueError("an adapter needs peft, which is not installed; pip install 'stillhouse[lora]'")
         try:
@@ -284,7 +284,7 @@ class LoraOptions:
         defaults = json.loads(json.dumps(LoraConfig().to_dict()))
         for name, value in sorted((config.model_extra or {}).items()):
             default = defaults.get(name)
-            # options that make other layers, such as those of DoRA; null says nothing
+            # refuse options that make other layers, such as DoRA's; null has no effect
             if name not in _WITHOUT_EFFECT and value not in (default, None) and (value or default):
                 raise ValueError(
                     f"{ADAPTER_CONFIG} has {escaped(name)[:100]}={escaped(str(value))[:100]}: expected "
@@ -297,8 +297,8 @@ class LoraOptions:
 
 
 def expected_lora(decoder: Decoder, options: LoraOptions) -> dict[str, Tensor]:
-    """Return the matrices that `add_lora` would add to a decoder without one, on the meta device, by their names.
-    Raises ValueError for targets that cannot have an adapter.
+    """Return the matrices that `add_lora` would add to a decoder without an adapter. They are on the meta device, by
+    name. Raises ValueError for targets that cannot have an adapter.
     """
     modules, prefix = dict(decoder.pretrained.named_modules()), f"{decoder.backbone_name}."
     matrices: dict[str, Tensor] = {}

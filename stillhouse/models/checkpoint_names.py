@@ -19,12 +19,12 @@ from transformers.core_model_loading import (
 from stillhouse.models.adapter import base_name
 from stillhouse.models.decoder import Decoder
 
-#: prefix of the names of a decoder's tensors that belong to its MTP layers
+#: the prefix of the names of a decoder's MTP tensors
 MTP = "mtp."
 
 
 def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
-    """Return the names that a tensor may have in transformers' files: of two tied tensors, one may be saved."""
+    """Return the names that a tensor may have in transformers' files. A tied tensor may be saved under any name."""
     model, name = decoder.pretrained, base_name(name)
     prefix = f"{decoder.backbone_name}."
     if decoder.mtp is not None and name.startswith(MTP):
@@ -40,18 +40,16 @@ def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
 
 
 def saved_names(decoder: Decoder) -> dict[str, str]:
-    """Return the names of a full decoder's tensors in its model, before transformers' conversions, by their names in
-    the decoder.
-    """
+    """Return, by the names of a full decoder's tensors, their names in its model before transformers' conversions."""
     names = (name for name in decoder.state_dict() if name.partition(".")[0] not in decoder.layer_losses)
     return {name: checkpoint_names(decoder, name)[0] for name in names}
 
 
 class StoredNames:
-    """The tensors of a folder's files under the names that they have in a model.
+    """Maps a model's tensors to the tensors in a folder's files.
 
-    Files may have other names than the model, for example those of an earlier version of transformers, or of a model
-    with images. transformers' conversions rename them, and make some of the model's tensors from several stored ones.
+    Names in files may differ from names in the model, for example if an earlier version of transformers, or a model
+    with images, wrote them. transformers' conversions rename tensors, and make some tensors from several stored ones.
     """
 
     def __init__(self, model: PreTrainedModel, stored: Iterable[str]):
@@ -65,22 +63,22 @@ class StoredNames:
         for key in sorted(stored, key=dot_natural_key):
             prefix = model.base_model_prefix
             renamed = key if key in names else rename_source_key(key, renamings, [], prefix, names)[0]
-            self._stored.setdefault(renamed, key)  # of several names of one tensor, transformers takes the first
+            self._stored.setdefault(renamed, key)  # if a tensor has several names, transformers reads the first one
             target, pattern = rename_source_key(key, renamings, self._converters, prefix, names)
             if pattern is not None:
                 self._groups.setdefault(target, []).append((key, pattern))
 
     def remember(self) -> None:
-        """Let transformers save the model under these names, as it does with a model that it has loaded itself."""
+        """Let transformers save the model under these names, as if it had loaded the model itself."""
         self._model._weight_conversions = [part for part in self._conversions if part.was_used()]
 
     def get(self, name: str) -> str | None:
-        """Return the stored name of a model's tensor; None if no file has the tensor in this form."""
+        """Return the stored name of a model's tensor. The result is None if no file has the tensor in this form."""
         return self._stored.get(name)
 
     def converted(self, name: str, read: Callable[[str], Tensor]) -> Tensor | None:
-        """Return a tensor that transformers makes from several stored ones; None if it makes no such tensor. read:
-        reads a tensor by its stored name.
+        """Return a tensor that transformers makes from several stored tensors, or None if it cannot make the tensor.
+        read: reads a tensor by its stored name.
         """
         for converter in self._converters:
             for target in converter.target_patterns:
@@ -100,15 +98,15 @@ class StoredNames:
 
 def save_as(model: PreTrainedModel, loaded: PreTrainedModel) -> None:
     """Let transformers save `model`, an empty copy of `loaded`, under the names of the files of `loaded`."""
-    if hasattr(loaded, "_weight_conversions"):  # not if its weights have been initialised
+    if hasattr(loaded, "_weight_conversions"):  # absent if the weights have been initialised, not loaded
         model._weight_conversions = loaded._weight_conversions
 
 
 def parts_of_stack(decoder: Decoder, name: str) -> list[str]:
     """Return the names, in files, of the tensors that form the stack `name`, with a * for the expert's number.
 
-    A file has one tensor per expert; a model has one stacked tensor. The list is empty if `name` is not a stack. With
-    two names (gate and up projection), an expert's part has the rows of the first tensor, then those of the second.
+    A file has one tensor per expert; a model has one stacked tensor. The list is empty if `name` is not a stack. If
+    there are two names (gate and up projection), an expert has the rows of the first, then of the second tensor.
     """
     for conversion in get_model_conversion_mapping(decoder.pretrained):
         target = conversion.target_patterns[0]

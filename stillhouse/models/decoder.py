@@ -2,11 +2,11 @@
 
     tokens ─▶ backbone ─▶ hidden states ─▶ head(processor, context) ─▶ logits, or the processor's result
 
-The model is not patched: its base model is the backbone, and `Head` has its output layer. `Decoder.pretrained` is the
-model itself, for its configuration, saving and generation. It shares all parameters with the decoder, but it is not
-registered as a submodule, so that each parameter is registered once.
+The model is not patched: its base model is the backbone, and `Head` contains its output layer. `Decoder.pretrained`
+is the model itself, for its configuration, for saving and for generation. It shares all parameters with the decoder,
+but is not registered as a submodule, so that each parameter is registered once.
 
-B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary.
+B rows, S tokens per row, T = B·S, D width, E width of a teacher, V vocabulary.
 """
 
 import inspect
@@ -55,19 +55,19 @@ class Decoder(nn.Module):
     """Wraps a causal language model of transformers.
 
     Raises ValueError for a model without an output head, with an encoder, or with a head that is not a plain linear
-    layer (a head with LoRA, or a quantized one). `verify=True` runs a few artificial tokens. It also raises
+    layer (a head with LoRA, or a quantized head). `verify=True` runs a few artificial tokens. It also raises
     ValueError if the head does not give the model's own logits, if tokens attend to later tokens, or if documents
-    that are packed together influence each other. `packing`: "packed", "rows", or "auto" for the first one that is
-    exact. `activations`: their device and dtype, to use variable-length attention for packed documents where it is
-    possible; None: the model's attention.
+    that are packed together influence each other. `packing`: "packed", "rows", or "auto" for the first way that is
+    exact. `activations`: the device and dtype of activations; with them, variable-length attention is used for packed
+    documents if possible. If it is None, the model's own attention is used.
     """
 
     pretrained: PreTrainedModel
     backbone: nn.Module
-    backbone_name: str  # in `pretrained`
+    backbone_name: str  # the backbone's name in `pretrained`
     head: Head | PassThrough
-    packing: Packing  # how documents are packed; a proof changes it if it is not exact
-    rows: UnpackedRows | JoinedRow | None  # while the backbone runs: its rows, if not those of the micro-batch
+    packing: Packing  # the way in which documents are packed; a proof changes a way that is not exact
+    rows: UnpackedRows | JoinedRow | None  # the backbone's rows while it runs, if they differ from the micro-batch's
     tied: bool  # whether head and input embedding share one weight
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
     lora: "Lora | None" = None  # describes the adapter that `add_lora` has added
@@ -121,11 +121,11 @@ class Decoder(nn.Module):
     ) -> "Decoder":
         """Load a folder or a hub id; transformers gets the name unchanged.
 
-        `dtype`: a name such as "bfloat16"; "auto" or None: the dtype in which the weights were saved. None warns if
-        this dtype is narrower than float32, because rounding changes the results. `attention`: transformers'
+        `dtype`: a name such as "bfloat16", or "auto" or None for the dtype of the saved weights. None warns if this
+        dtype is narrower than float32, because rounding changes the results. `attention`: transformers'
         `attn_implementation`. `device`: some attention implementations can be verified only on a GPU. `quantize`:
-        "int8", "nf4" or "fp8", for a frozen model (see `quantized.py`); `trained`: an adapter will be trained on it.
-        `multimodal`: load the vision tower, too, of a family that also has a class for its language model alone.
+        "int8", "nf4" or "fp8", for a frozen model (see `quantized.py`). `trained`: whether an adapter will be trained
+        on it. `multimodal`: whether to load a vision tower even if the family has a class without the tower.
 
         Raises ValueError for a model that cannot be found, read or wrapped, and for a checkpoint that lacks weights.
         """
@@ -163,19 +163,19 @@ class Decoder(nn.Module):
         images: Mapping[str, Tensor] | None = None,
         **backbone_kwargs: Any,
     ) -> Any:
-        """Return logits [B, S, V], or what `processor` returns for the hidden states (see `OutputProcessor`).
+        """Return logits [B, S, V], or the result of `processor` for the hidden states (see `OutputProcessor`).
 
-        `head=False`: return the hidden states [B, S, D] after the final norm and do not run the head.
+        `head=False`: return the hidden states [B, S, D] after the final norm, without running the head.
         `position_ids`: [B, S], or [1, S] for all rows. If a row has several documents, the positions restart at each
         document, and attention_mask must be None. `attention_mask`: [B, S], 1 for tokens, 0 for padding.
-        `is_padding`: [B, S] bool; a backbone that gets one document per row does not run documents of padding alone,
-        and their hidden states are arbitrary. `lengths`: those of all documents that `position_ids` separates, in
-        place of reading them from the device. `images`: arguments of the backbone that belong to images, in the order
-        of the documents in the flattened rows. `backbone_kwargs` are passed to the backbone; with `position_ids` and
-        without a mask, they are tensors [B, S, …] of the tokens, such as `axis_position_ids` [B, S, A], the rotary
-        positions of A axes; with `inputs_embeds` [B, S, D], `input_ids` must be None. `mtp_input_ids`: the token ids
-        [B, S]; if given, the MTP layers run, and the head calls the processor once with a tuple of the hidden states
-        of depths 0, 1, ….
+        `is_padding`: bool, [B, S]. A backbone that gets one document per row does not run documents that are only
+        padding; their hidden states are arbitrary. `lengths`: the lengths of the documents in `position_ids`; without
+        them, they are read from the device. `images`: the backbone's arguments for images, in the order of the
+        documents in the flattened rows. `backbone_kwargs`: further arguments of the backbone. With `position_ids` and
+        without a mask, they must be tensors [B, S, …], such as `axis_position_ids` [B, S, A], the rotary positions in
+        A axes. With `inputs_embeds` [B, S, D], `input_ids` must be None. `mtp_input_ids`: the token ids [B, S]. If
+        they are given, the MTP layers run, and the head calls the processor once with a tuple of the hidden states of
+        depths 0, 1, ….
         """
         rows, attention = None, self.packing.attention
         arguments = {"input_ids": input_ids, **read_token_inputs(self.backbone, backbone_kwargs)}
@@ -229,10 +229,10 @@ class Decoder(nn.Module):
     def axis_positions(
         self, input_ids_S: Tensor, token_types_S: Tensor | None, images: Mapping[str, Tensor]
     ) -> Tensor | None:
-        """Return the positions of one document in each axis, [S, A] int64; None for a family with one axis.
+        """Return the positions of one document in each axis, [S, A] int64, or None for a family with one axis.
 
-        All tensors are on the CPU. images: those of the document, as its processor returns them. The family's own
-        function computes the positions, and reads no weights.
+        All tensors are on the CPU. images: the document's images, as the family's processor returns them. The
+        family's own function computes the positions without weights.
         """
         if (function := getattr(self.backbone, "get_rope_index", None)) is None:
             return None
@@ -246,14 +246,14 @@ class Decoder(nn.Module):
 
     @property
     def has_head(self) -> bool:
-        """False for a pipeline stage without the head: its forward returns hidden states."""
+        """Whether the decoder has its head. A pipeline stage without the head returns hidden states."""
         return isinstance(self.head, Head)
 
     def layers(self) -> list[nn.Module]:
         """The language model's layers on this process, in order."""
         numbered = layer_list(self.pretrained)
         lists = outermost_lists(self.backbone) if numbered is None else [numbered]
-        # a pipeline stage has placeholders for layers of other stages
+        # a pipeline stage has placeholders without parameters for layers of other stages
         return [layer for layers in lists for layer in layers if next(layer.parameters(), None) is not None]
 
     def mtp_layers(self) -> list[nn.Module]:
@@ -262,7 +262,7 @@ class Decoder(nn.Module):
 
     @property
     def language_model(self) -> nn.Module:
-        """The backbone, or the part of it beside a vision tower: transformers' plans name its submodules."""
+        """The backbone, or its part beside a vision tower. Names in transformers' plans begin at this module."""
         decoder = self.pretrained.get_decoder()
         return decoder if any(module is decoder for module in self.backbone.modules()) else self.backbone
 
@@ -272,7 +272,7 @@ class Decoder(nn.Module):
 
     @property
     def vocabulary_rows(self) -> int:
-        """The number of rows of the head: the tokenizer's vocabulary, then any padding rows."""
+        """The number of rows of the head: the tokenizer's vocabulary and any padding rows after it."""
         return int(text_config(self.config).vocab_size)
 
     @property
@@ -282,7 +282,7 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """The head's weight [V, D]; if the decoder is sharded, this process's shard of it."""
+        """The head's weight [V, D], or this process's shard if the decoder is sharded."""
         assert isinstance(self.head, Head), "the head of this decoder is on another process"
         return self.head.linear.weight
 
@@ -292,8 +292,8 @@ class Decoder(nn.Module):
         return self.head.tensors()
 
     def shared_names(self) -> dict[str, str]:
-        """The names of parameters that the state dict has under another name, each with that name. A tied head shares
-        the embedding's weight. Some families share weights between layers (Zamba 2).
+        """Return, by the names of shared parameters, the other names under which the state dict has them. A tied head
+        shares the embedding's weight. Some families share weights between layers (Zamba 2).
         """
         first: dict[int, str] = {}
         named = self.named_parameters(remove_duplicate=False)
@@ -301,7 +301,7 @@ class Decoder(nn.Module):
         return {name: other for name, other in names.items() if name != other}
 
     def share(self, names: Mapping[str, str]) -> None:
-        """Share the parameters of `shared_names` again, after loading has separated them."""
+        """Share parameters again after loading has separated them. names: an earlier result of `shared_names`"""
         for name, other in names.items():
             module, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(module), leaf, self.get_parameter(other))
@@ -321,7 +321,7 @@ class Decoder(nn.Module):
 
     def keep_part(self, *, first: bool, last: bool) -> None:
         """Remove the head and the MTP layers, unless this is the last pipeline stage. Embedding and head stay tied
-        only on a stage that has both; a last stage with MTP layers has both, with a copy of the embedding.
+        only on a stage that has both. A last stage with MTP layers has both, because it has a copy of the embedding.
         """
         if not last:
             self.head, self.mtp = PassThrough(), None
@@ -341,22 +341,22 @@ class Decoder(nn.Module):
         return loss
 
     def gradient_checkpointing_enable(self) -> None:
-        """Recompute each layer in backward instead of keeping its activations. The head still runs once."""
+        """Recompute each layer in backward instead of keeping its activations. The head is not recomputed."""
         model: Any = self.pretrained
         later = "activation_checkpointing_enable"  # its name in later versions of transformers
         enable = getattr(model, later, None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False, "context_fn": partial(checkpoint_contexts, self.layer_losses)})
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the configuration and the weights as safetensors for transformers; tied weights are written once. The
-        numbers of MTP layers follow the numbers of the model's own layers, as in released checkpoints.
+        """Write the configuration and the weights as safetensors for transformers. Tied weights are written once. MTP
+        layers are numbered after the model's own layers, as in released checkpoints.
         """
         model = self.pretrained
         tensors = None if self.mtp is None else model.state_dict() | self.mtp.checkpoint_tensors(model)
         model.save_pretrained(folder, state_dict=tensors)
 
 
-# a checkpoint contains a shared weight once, under the name of the first parameter
+# a checkpoint contains a shared weight only once, under the name of the first parameter
 def _drop_shared(decoder: Any, state: dict[str, Any], prefix: str, _: dict[str, Any]) -> None:
     for name in decoder.shared_names():
         state.pop(prefix + name, None)
@@ -370,5 +370,5 @@ def _find_shared(decoder: Any, state: dict[str, Any], prefix: str, *_: Any) -> N
 
 
 def _share_again(decoder: Any, _: Any) -> None:
-    # `load_state_dict(assign=True)` gives each name a parameter of its own
+    # `load_state_dict(assign=True)` gives each name a separate parameter
     decoder.share(decoder.__dict__.pop("_shared"))

@@ -1,16 +1,16 @@
-"""How the documents of a micro-batch lie in the inputs of a backbone, so that no document sees another one.
+"""Ways to place the documents of a micro-batch in the inputs of a backbone, so that no document sees another one.
 
     packed    several documents in a row; the model separates them where position ids restart
-    masked    the same, with the attention masks that transformers builds for packed sequences
-    lengths   the same, with the documents' lengths for the kernels of layers that mix tokens without attention
+    masked    like packed, with the attention masks that transformers builds for packed sequences
+    lengths   like packed, with the documents' lengths for the kernels of layers that mix tokens without attention
     rows      one document per right-padded row (`UnpackedRows`)
 
 transformers separates packed documents only without a cache and an attention mask. Some families build their masks
-without position ids, and some layers mix tokens without attention (state-space layers, convolutions); their kernels,
-if installed, separate documents by lengths. `load_proof` proves that a way is exact.
+without position ids. Some layers mix tokens without attention (state-space layers, convolutions); their kernels, if
+installed, separate documents by lengths. `load_proof` proves that a way is exact.
 
 B rows, S columns of a micro-batch, T = B·S, D width; N documents, M = N + 1 borders of documents; F documents that
-are not padding alone, L columns of their rows, the longest document's length.
+are not only padding, L columns of their rows (at least the length of the longest document).
 """
 
 import inspect
@@ -34,18 +34,18 @@ from stillhouse.models.model_checks import ProofError, typename
 from stillhouse.models.varlen import VARLEN_LENGTHS, Activations, PackedAttention
 from stillhouse.models.vision_language import AXES, model_positions, padded_with_text, placeholder_mask
 
-#: the number of columns is a multiple of this: fewer shapes, and matrix products of aligned sizes on a GPU
+#: the number of columns is a multiple of this, for fewer shapes, and for matrix products of aligned sizes on a GPU
 COLUMNS = 8
 PACKED, MASKED, ROWS = "packed", "masked", "rows"
 LENGTHS, CU_SEQLENS = "lengths", "cu_seqlens"
 AUTO = "auto"
-#: way → the names of the lengths that a backbone gets. DeltaNet layers rename cu_seq_lens_q to fla's cu_seqlens and
-#: refuse a second one, and Kimi's layers pass on what they get
+#: way → the names of the lengths that a backbone gets. DeltaNet layers rename cu_seq_lens_q to fla's cu_seqlens, and
+#: refuse another cu_seqlens. Kimi's layers pass all lengths on without renaming
 _LENGTH_NAMES = {LENGTHS: (_LENGTHS := (*VARLEN_LENGTHS, "seq_idx")), CU_SEQLENS: (*_LENGTHS, "cu_seqlens")}
-#: module → the package with kernels of layers that mix tokens without attention
+#: module → package, for packages with kernels of layers that mix tokens without attention
 KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 _IN_ONE_ROW = (PACKED, MASKED, *_LENGTH_NAMES)
-#: the values of `data.packing`, with the ways in the order in which they are tried: the cheapest one first
+#: value of `data.packing` → the ways in the order in which they are tried, from the cheapest to the most expensive
 PACKINGS_OF = {AUTO: (*_IN_ONE_ROW, ROWS), PACKED: _IN_ONE_ROW, ROWS: (ROWS,)}
 _ADVICE = "expected another attention, such as sdpa or eager, or documents in rows of their own (data.packing: rows)"
 _ADVICE_WITHOUT_ROWS = "expected another attention, such as sdpa or eager, or context=1"
@@ -57,11 +57,11 @@ _IN_WORDS |= dict.fromkeys(_LENGTH_NAMES, "packed, with their lengths for the la
 class UnpackedRows:
     """The places of a micro-batch's documents in rows of one document, or in one row of all documents (N = 1).
 
-    Padding is behind a document's last token. So a causal model needs no mask, and positions start at 0.
+    Padding follows a document's last token. So a causal model needs no mask, and positions start at 0.
 
-    index_NL: the place of each row's tokens in the flattened micro-batch; for padding, the document's first token, or
-    its first one that is no placeholder of an image. place_T: the place of each token in the flattened rows; 0 in
-    documents without a place. shape_BS: rows and columns of the micro-batch.
+    index_NL: the place of each row's tokens in the flattened micro-batch. Padding has the place of the document's
+    first token, or of its first token that is not an image's placeholder. place_T: the place of each token in the
+    flattened rows; 0 for documents without a row. shape_BS: the numbers of rows and columns of the micro-batch.
     """
 
     index_NL: Tensor
@@ -80,11 +80,11 @@ class UnpackedRows:
     ) -> Self:
         """Return the rows of all documents. A document begins where position ids do not continue.
 
-        is_padding_BS: bool. Documents of padding alone get no row, except for the first document if all are padding:
-        the backbone runs on one row. None: all documents get one. lengths: those of the documents, with this padding;
-        None: they are read, which waits for the device. multiple: of the number of the rows' columns. widths: the
-        columns that each document gets in one row of all; None: each document has a row of its own.
-        is_placeholder_BS: bool, tokens that cannot be padding.
+        is_padding_BS: bool. Documents that are only padding get no row. But if all documents are padding, the first
+        one gets a row, because the backbone must run. If it is None, all documents get a row. lengths: the documents'
+        lengths for this padding; without it, they are read, which waits for the device. multiple: a divisor of the
+        number of columns. widths: for one row of all documents, the number of columns of each; without it, each
+        document has a separate row. is_placeholder_BS: bool, the tokens that cannot be padding.
         """
         if lengths is None or is_padding_BS is None:
             lengths = DocumentLengths.of(position_ids_BS, is_padding_BS)
@@ -92,7 +92,7 @@ class UnpackedRows:
         document_T = document_starts(position_ids_BS).cumsum(0) - 1
         start_N, length_N = lengths.borders_M[:-1].long(), lengths.borders_M.diff().long()
         filled_F, number_F = lengths.filled_K, torch.arange(len(lengths.filled), device=start_N.device)
-        # the document of each place, the place's number in its document, and where each document begins
+        # for each place, its document and its number in the document; and the first place of each document
         if widths is None:
             column_L = torch.arange(-(-max(lengths.filled) // multiple) * multiple, device=start_N.device)
             document_NL, column_NL, offset_F = number_F[:, None], column_L[None], number_F * len(column_L)
@@ -118,8 +118,8 @@ class UnpackedRows:
         return torch.arange(self.index_NL.shape[1], device=position_ids_BS.device)[None]
 
     def unpack(self, values_BS: Tensor) -> Tensor:
-        """Return values [B, S, …] of the micro-batch as rows [N, L, …]. Padding repeats a token of the row: a special
-        token may have an embedding without a finite gradient (Gemma 3n).
+        """Return values [B, S, …] of the micro-batch as rows [N, L, …]. Padding repeats a token of the row, because
+        the embedding of a special padding token may have no finite gradient (Gemma 3n).
         """
         return values_BS.flatten(0, 1)[self.index_NL]
 
@@ -128,14 +128,14 @@ class UnpackedRows:
         return self.pack_tokens(values_NL.flatten(0, 1)).unflatten(0, self.shape_BS)
 
     def pack_tokens(self, values: Tensor) -> Tensor:
-        """Return values [N·L, …] of rows as those of a flattened micro-batch [T, …]."""
+        """Return values [N·L, …] of rows as values of a flattened micro-batch [T, …]."""
         return values[self.place_T]
 
 
 @dataclass(frozen=True)
 class JoinedRow:
-    """All rows of a micro-batch, one behind another, for functions that separate packed documents only in a batch of
-    one row. Their shape is shape_BS.
+    """All rows of a micro-batch, joined to one row, for functions that separate packed documents only in a batch of
+    one row. shape_BS: the shape of the micro-batch.
     """
 
     shape_BS: tuple[int, int]
@@ -144,7 +144,7 @@ class JoinedRow:
         return self.unpack(position_ids_BS.expand(self.shape_BS))
 
     def unpack(self, values_BS: Tensor) -> Tensor:
-        """Return values [B, S, …] of the micro-batch as those of the row, [1, T, …]."""
+        """Return values [B, S, …] of the micro-batch as values of the row, [1, T, …]."""
         return values_BS.flatten(0, 1)[None]
 
     def pack(self, values_1T: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class JoinedRow:
 
 
 class PackingError(ProofError):
-    """Documents that are packed in this way influence each other, or depend on their places."""
+    """Documents that are packed in this way influence each other, or their results depend on their places."""
 
 
 class KernelError(PackingError):
@@ -167,12 +167,12 @@ class Packing:
     """The way in which a model's documents are packed: the first one that has not been refused.
 
     setting: "packed", "rows", or "auto" for the cheapest way that is exact. activations: see `PackedAttention`.
-    name: the way that is used. reason: why an earlier way was refused; None if none was. attention: the function for
-    packed documents; with variable-length attention, each way is tried first. is_sharded: whether context parallelism
-    shards the documents. reads_media: whether `prove_images` has proven this way for documents with images.
+    name: the way that is used. reason: the reason why an earlier way was refused, if any. attention: the attention
+    functions; each way is first tried with variable-length attention. is_sharded: whether context parallelism shards
+    the documents. reads_media: whether `prove_images` has proven this way for documents with images.
 
-    Raises PackingError if the model's code shows that no way of this setting is exact, ValueError if the model's
-    configuration names variable-length attention and it cannot be used.
+    Raises PackingError if the model's code shows that no way of this setting is exact. Raises ValueError if the
+    model's configuration names variable-length attention, which cannot be used.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Packing:
         self.takes_positions = "position_ids" in inspect.signature(backbone.forward).parameters
         self.reason: str | None = None
         self.attention = PackedAttention(model, activations)
-        # each way, and whether with variable-length attention
+        # each way, and whether it uses variable-length attention
         self._ways: list[tuple[str, bool]] = []
         for way in PACKINGS_OF[setting]:
             if self.attention.is_possible and way in (PACKED, *_LENGTH_NAMES):
@@ -200,8 +200,8 @@ class Packing:
 
     @property
     def joins_rows(self) -> bool:
-        """Whether the model gets all rows as one: flash attention (transformers' `_is_packed_sequence`) and functions
-        that get lengths separate documents only in a batch of one row.
+        """Whether the model gets all rows as one row. Flash attention (transformers' `_is_packed_sequence`) and
+        functions that get lengths separate documents only in a batch of one row.
         """
         return not self.is_sharded and (
             self.name in _LENGTH_NAMES
@@ -219,7 +219,7 @@ class Packing:
         return self.name == MASKED or bool(self.length_names)
 
     def refuse(self, error: PackingError) -> None:
-        """Use the next way, because of this error. Raises PackingError if there is no other way."""
+        """Use the next way, because this error refuses the present way. Raises PackingError if no way is left."""
         name, reads_lengths = self._ways[0]
         self.reads_media = False
         if reads_lengths and (name, False) in self._ways:
@@ -230,7 +230,7 @@ class Packing:
             self._use_next(error)
 
     def shard_documents(self) -> None:
-        """Use only ways for documents that context parallelism shards. Raises ValueError if there is none."""
+        """Use only ways in which context parallelism can shard documents. Raises ValueError if there is none."""
         if self.name not in (PACKED, MASKED):
             raise ValueError(f"documents are {self}, and context parallelism shards documents: expected context=1")
         self._ways = [way for way in self._ways if way[0] in (PACKED, MASKED)]
@@ -255,7 +255,7 @@ class Packing:
 
 
 def _refusal(model: PreTrainedModel, packing: str, *, takes_positions: bool) -> PackingError | None:
-    """Return the reason that the model's code shows against a way of packing; None if it shows none."""
+    """Return the reason in the model's code against a way of packing, or None if there is none."""
     if packing == ROWS:
         return None
     if not takes_positions and packing not in _LENGTH_NAMES:
@@ -287,14 +287,14 @@ def _refusal(model: PreTrainedModel, packing: str, *, takes_positions: bool) -> 
 
 
 def packed_masks(model: PreTrainedModel, position_ids_BS: Tensor) -> Any:
-    """Return the attention masks, or a dict of them by the kind of layer, for documents that are packed in rows."""
-    # only shape, dtype and device of the embeddings are read
+    """Return the attention masks for documents that are packed in rows, or a dict of masks by the kind of layer."""
+    # transformers reads only the shape, dtype and device of the embeddings
     embeddings = torch.empty((), dtype=model.dtype, device=position_ids_BS.device).expand(*position_ids_BS.shape, 1)
     return create_masks_for_generate(model.config, embeddings, None, None, position_ids=position_ids_BS)
 
 
 def packing_errors(model: PreTrainedModel, packing: Packing) -> AbstractContextManager[None]:
-    """Raise a library's error in the block as a PackingError, for a model that may not accept masks or lengths."""
+    """Return a context that raises a library's error as a PackingError, if the model gets masks or lengths."""
     if not packing.has_arguments:
         return nullcontext()
     inputs = "masks" if packing.name == MASKED else "lengths"
@@ -304,7 +304,7 @@ def packing_errors(model: PreTrainedModel, packing: Packing) -> AbstractContextM
 
 @contextmanager
 def library_errors(what: str, kind: type[PackingError] = PackingError) -> Iterator[None]:
-    """Raise a library's error in the block as an error of this kind, which begins with `what`."""
+    """Raise a library's error in the block as an error of this kind, whose message begins with `what`."""
     try:
         with reading(what, passes=ProofError):
             yield
@@ -323,19 +323,20 @@ def backbone_inputs(
     lengths: DocumentLengths | None = None,
     images: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Any], UnpackedRows | JoinedRow | None]:
-    """Return the arguments of a backbone that gets no attention mask, and the rows of its outputs; None: as packed.
+    """Return the arguments of a backbone for inputs without an attention mask, and the rows of its outputs, which are
+    None for the micro-batch's rows.
 
-    inputs: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and other tensors [B, S, …] of the tokens, which are laid
-    out as the ids are; `axis_position_ids` [B, S, A] are among the positions of the backbone. is_padding_BS, lengths,
-    images: see `Decoder.forward`. Raises ValueError for other inputs, such as images among `inputs`, and for images
-    if it is not proven that packed documents with images are exact.
+    inputs: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and other tensors [B, S, …] of the tokens, which are
+    placed in rows like the ids. `axis_position_ids` [B, S, A] become a part of the backbone's positions.
+    is_padding_BS, lengths, images: see `Decoder.forward`. Raises ValueError for other inputs, such as images among
+    `inputs`, and for images if packed documents with images have not been proven to be exact.
     """
     images = images or {}
     token_inputs = {key: value for key, value in inputs.items() if value is not None}
     name = "inputs_embeds" if inputs["input_ids"] is None else "input_ids"
     shape_BS = token_inputs[name].shape[:2]
     _require_inputs(model, packing, token_inputs, shape_BS, images)
-    placeholder_BS = placeholder_mask(model, token_inputs)  # also on later pipeline stages, which get no images
+    placeholder_BS = placeholder_mask(model, token_inputs)  # needed on later pipeline stages, too, without images
     if name == "input_ids" and placeholder_BS is not None and is_padding_BS is not None:
         token_inputs[name] = padded_with_text(token_inputs[name], placeholder_BS, is_padding_BS)
     layout: UnpackedRows | JoinedRow | None = None

@@ -1,6 +1,6 @@
-"""Tensors that may be sharded over processes (DTensors): this process's shard of them, and the global tensor.
+"""Functions for tensors that may be sharded over processes (DTensors): a process's shard, and the global tensor.
 
-All functions also accept plain tensors, which are complete on every process.
+All functions also accept plain tensors, which every process has completely.
 """
 
 import hashlib
@@ -31,14 +31,14 @@ def set_from_global(tensor: Tensor, values: Tensor) -> None:
 
 
 def gathered_tensor(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return the global tensor: a collective of the processes that have shards of it. device: where to gather; shards
-    in host memory must be moved to the GPU first. None: the tensor's device.
+    """Return the global tensor. A collective of the processes that have its shards. device: the device on which to
+    gather, by default the tensor's device. Shards in host memory must be gathered on the GPU.
     """
     moved: Any = tensor if device is None else tensor.to(device)
     if not isinstance(moved, DTensor):
         return moved
     placements = list(moved.placements)
-    # first gather FSDP's shards of tensor-parallel shards; torch would warn about another order
+    # gather FSDP's shards of tensor-parallel shards first, because torch would warn about another order
     for axis in sorted(range(len(placements)), key=lambda axis: (type(placements[axis]) is Shard, -axis)):
         placements[axis] = Replicate()
         moved = moved.redistribute(placements=placements)

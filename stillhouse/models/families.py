@@ -1,7 +1,8 @@
 """Properties of model families: where a model's parts are, how it computes logits, and its plans for parallelism.
 
-They are read from transformers' configurations and modules; no family is recognised by its name. A family with
-another name for a setting, a plan, a part, a token or a source of noise needs a change in this file only.
+They are read from transformers' configurations and modules; no family is recognised by its name. If a new family has
+another name for a setting, a plan, a part, a token or a source of noise, add that name to this file. The names that
+decide how an optimizer treats a parameter are in `engine/optimizer.py`.
 """
 
 import json
@@ -30,7 +31,7 @@ MATRIX_SIZES = (*HEADS, "intermediate_size")
 _WINDOWS = {"chunked_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
 #: layer types that mix tokens by a state or a convolution
 _STATES = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}
-#: the widths of heads of attention
+#: the names of the widths of attention heads
 _HEAD_WIDTHS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
 #: types of rotary positions whose angles depend on the longest document of a forward pass
 _ROTARY_BY_LENGTH = ("longrope", "dynamic")
@@ -38,9 +39,9 @@ _ROTARY_BY_LENGTH = ("longrope", "dynamic")
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 #: parts of the names of modules that choose experts, which are plain linear layers in some families
 ROUTERS = {"gate", "gating", "router", "shared_expert_gate"}
-#: attributes of modules with a probability of dropout, or with the size of a router's noise
+#: the names of attributes with a probability of dropout, or with the size of a router's noise
 NOISE = re.compile(r"\w*drop\w*|\w*jitter_noise")
-#: of a router that samples experts in train mode, and needs this size in eval mode, too
+#: the attribute of a router that samples experts in train mode. The router also needs this size in eval mode
 SAMPLING = "router_jitter_noise"
 
 
@@ -50,16 +51,16 @@ def text_config(config: PreTrainedConfig) -> Any:
 
 
 class ModelFacts:
-    """What a configuration says of its model's layers, positions, experts, MTP layers and plans.
+    """Facts about a model's layers, positions, experts, MTP layers and plans that its configuration has.
 
-    text: the part of the configuration that is the language model's. max_positions: None if it does not say them.
+    text: the language model's part of the configuration. max_positions: None if the configuration does not have it.
     row_windows: the layer types whose attention depends on a token's column in its row.
     layers_with_state: the layer types that mix tokens without attention, by a state or a convolution.
     experts_per_token: the number of experts that each token chooses in a layer; 1 for a model without experts.
-    declares_mtp: whether transformers itself has MTP layers for the family. declared_depths: their number here.
-    caps_scores, drops_scores: whether attention limits its scores by a softcap, and drops some at random.
+    declares_mtp: whether transformers has MTP layers for the family. declared_depths: the number of MTP layers.
+    caps_scores: whether attention scores have a softcap. drops_scores: whether attention has dropout.
     mixes_tokens_by_score: whether attention selects tokens by scores over a whole sequence.
-    mixes_columns: whether activations are chosen by the mean over a matrix's columns.
+    mixes_columns: whether activations are selected by their mean over a matrix's columns.
     """
 
     def __init__(self, config: PreTrainedConfig):
@@ -76,14 +77,14 @@ class ModelFacts:
         self.mixes_tokens_by_score = getattr(text, "index_topk", None) is not None
         self.mixes_columns = any(getattr(text, "activation_sparsity_pattern", None) or ())
         self.has_alibi = bool(getattr(config, "alibi", None))
-        # a size of each layer cannot be read from the whole configuration
+        # if layers differ, their sizes cannot be read from the configuration as a whole
         self.is_heterogeneous = bool(getattr(text, "is_heterogeneous", False))
         self.caps_scores = not self.is_heterogeneous and bool(getattr(text, "attn_logit_softcapping", None))
         self.drops_scores = not self.is_heterogeneous and bool(getattr(text, "attention_dropout", 0.0))
 
     @property
     def widest_head(self) -> int:
-        """The largest width of a head of attention; 0 if the configuration does not say it."""
+        """The largest width of an attention head, or 0 if the configuration does not have it."""
         widths = [getattr(self.text, name, None) for name in _HEAD_WIDTHS]
         if widths[0] is None and getattr(self.text, "num_attention_heads", None):
             widths[0] = self.text.hidden_size // self.text.num_attention_heads
@@ -91,7 +92,7 @@ class ModelFacts:
 
     @property
     def length_limits(self) -> list[tuple[str, int]]:
-        """(type, length) of rotary positions that change for a whole forward pass with a longer document."""
+        """(type, length) of rotary positions that change for a whole forward pass if a document is longer."""
         rotary = getattr(self.text, "rope_parameters", None) or {}
         # one dict for all layers, or one dict per kind of layer
         parts = [values for values in rotary.values() if isinstance(values, dict)] or [rotary]
@@ -107,7 +108,7 @@ class ModelFacts:
 
     @property
     def shared_states(self) -> dict[int, int] | None:
-        """The earlier layer of its kind whose keys and values a layer reads, by layer; None if that is not known."""
+        """For each layer that reads the keys and values of an earlier layer, the earlier layer. None if unknown."""
         modes = getattr(self.text, "kv_sharing_modes", None)
         if modes is None or any(mode not in (None, "store", "reuse") for mode in modes):
             return None
@@ -121,17 +122,17 @@ class ModelFacts:
         return states
 
     def parallel_plan(self, kind: str) -> dict[str, Any]:
-        """Return transformers' plan "tp", "ep" or "pp" by generic names (`plan_name`); empty without such a plan."""
+        """Return transformers' plan "tp", "ep" or "pp" by generic names (`plan_name`), empty if there is no plan."""
         return getattr(self.text, f"base_model_{kind}_plan", None) or {}
 
     def sizes(self, name: str) -> Any:
-        """Return a size of the model, or a list of its layers' sizes if they can differ; None without this size."""
+        """Return a size of the model, or a list of sizes if layers can differ, or None if there is no such size."""
         if not self.is_heterogeneous:
             return getattr(self.text, name, None)
         return [getattr(layer, name, None) for layer in self.text.per_layer_config]
 
     def indivisible_size(self, names: Sequence[str], ranks: int) -> tuple[str, Any] | None:
-        """Return (name, value) of the first size that `ranks` does not divide, or None. A value may be a list."""
+        """Return (name, value) of the first size that `ranks` does not divide, or None. The value may be a list."""
         for name in names:
             size = self.sizes(name)
             if any(count is not None and count % ranks for count in (size if isinstance(size, list) else [size])):
@@ -140,8 +141,8 @@ class ModelFacts:
 
 
 def backbone_name(model: PreTrainedModel) -> str | None:
-    """Return the name of the module that computes the hidden states that the head gets; None if there is none.
-    Usually `base_model_prefix` names it. In Llama 4, it is the module beside the head that has the embedding.
+    """Return the name of the module that computes the head's input, or None if there is no such module. Usually, this
+    is `base_model_prefix`. In Llama 4, it is the module beside the head that has the embedding.
     """
     if model.base_model is not model:
         return model.base_model_prefix
@@ -154,8 +155,8 @@ def backbone_name(model: PreTrainedModel) -> str | None:
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """Return the layers of the language model, which may be a part of a larger model; None if they are not found. A
-    pipeline stage has empty modules in place of the layers of other stages.
+    """Return the layers of the language model, which may be a part of a larger model, or None if they are not found.
+    A pipeline stage has modules without parameters in place of the layers of other stages.
     """
     count = text_config(model.config).num_hidden_layers
     numbered = [layers for layers in outermost_lists(model.get_decoder()) if len(layers) == count]
@@ -184,17 +185,18 @@ def read_end_ids(name_or_path: str, revision: str | None = None, *, trust_remote
     with reading(f"model '{escaped(name_or_path)}': its configuration cannot be read"):
         try:
             config = GenerationConfig.from_pretrained(name_or_path, revision=revision or "main")
-        except OSError:  # the file is optional; transformers, too, reads the configuration then
-            options = {"revision": revision, "trust_remote_code": trust_remote_code}
-            config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(name_or_path, **options))
+        except OSError:  # the file is optional; without it, transformers also reads the configuration
+            config = GenerationConfig.from_model_config(
+                AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+            )
     return sorted(_end_ids(config))
 
 
 def add_end_ids(decoder: Any, ids: Collection[int]) -> None:
-    """Add end-of-sequence ids to the model's generation_config, with which it is saved.
+    """Add end-of-sequence ids to the model's generation_config, which is saved with the model.
 
-    It goes through its file: transformers refuses to save an inconsistent configuration (a temperature without
-    sampling) that has changed since it was read.
+    The ids are added to a saved file, which is read again. Otherwise, transformers might refuse to save the
+    configuration: it saves an inconsistent one (a temperature without sampling) only if it is unchanged.
     """
     model = decoder.pretrained
     before = _end_ids(model.generation_config)
@@ -224,8 +226,8 @@ class LogitRule:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig) -> "LogitRule":
-        """Read the rule from the names that transformers' configurations use, in their usual meaning.
-        `logits_scaling` divides in Granite and multiplies in HyperCLOVA X; `verify` checks the resulting logits.
+        """Read the rule from the names in transformers' configurations, in their usual meaning. A name's meaning may
+        differ (`logits_scaling` divides in Granite, multiplies in HyperCLOVA X), so `verify` checks the logits.
         """
         text = text_config(config)
         scale = 1.0
@@ -258,7 +260,7 @@ def is_of_experts(name: str) -> bool:
 
 
 def declare_mtp(config: PreTrainedConfig, depths: int) -> None:
-    """Write the number of MTP layers into a configuration, and their types if the family has none of its own."""
+    """Write the number of MTP layers into a configuration, and their types for families without MTP layers."""
     text = text_config(config)
     text.num_mtp_layers = depths
     if not ModelFacts(config).declares_mtp:

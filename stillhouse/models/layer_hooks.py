@@ -17,24 +17,24 @@ from stillhouse.models.families import layer_list, text_config
 
 
 class Current(NamedTuple):
-    """What the hooks of a loss read."""
+    """The inputs of a loss's hooks."""
 
-    value: Any  # the loss of the current micro-batch; None: the hooks do nothing
-    recomputing: bool  # backward is recomputing a layer whose hooks have already recorded their results
-    rows: Any = None  # the rows of the layers' documents, such as `UnpackedRows`; None: packed
+    value: Any  # the loss of the current micro-batch; if it is None, the hooks do nothing
+    recomputing: bool  # whether backward is recomputing a layer whose hooks have already recorded their results
+    rows: Any = None  # the rows in the layers, such as `UnpackedRows`; None if they are the micro-batch's rows
 
     def packed_tokens(self, values: Tensor) -> Tensor:
-        """Return values [N·L, …] of the layers' rows as those of the micro-batch's tokens, [T, …]."""
+        """Return values [N·L, …] of the layers' rows as values of the micro-batch's tokens, [T, …]."""
         return values if self.rows is None else self.rows.pack_tokens(values)
 
 
 class LayerLossModule(nn.Module):
     """A loss inside a decoder's layers: its weights, if any, and its hooks, which read `current`.
 
-    name: the module's name in the decoder and in checkpoints. layer_pairs: the numbers of layers of student and
-    teacher that must be on the same stage. A hook must call the submodules whose weights it needs, because FSDP
-    gathers weights only in the call of their module. `current` is a plain attribute, not a context variable, because
-    on a GPU, backward recomputes layers in another thread.
+    name: the module's name in the decoder and in checkpoints. layer_pairs: the numbers of a student's layer and a
+    teacher's layer that must be on the same stage. A hook must call the submodules whose weights it needs, because
+    FSDP gathers weights only when their module is called. `current` is a plain attribute, not a context variable,
+    because backward on a GPU recomputes layers in another thread.
     """
 
     name: ClassVar[str]
@@ -58,9 +58,9 @@ class LayerLossModule(nn.Module):
 def checkpoint_contexts(
     losses: Mapping[str, LayerLossModule],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts in which a layer's forward runs and is recomputed: torch's `context_fn`, called
-    when the forward begins. Other micro-batches may run before backward recomputes the layer, so the second context
-    restores the values that the hooks had at the call.
+    """Return the contexts in which a layer's forward runs and is recomputed. This is torch's `context_fn`, which is
+    called when the forward begins. Other micro-batches may run before backward recomputes the layer, so the second
+    context restores the values that the hooks had at the call.
     """
     return nullcontext(), _Using([(loss, loss.current._replace(recomputing=True)) for loss in losses.values()])
 
@@ -84,7 +84,7 @@ class _Using(AbstractContextManager[None]):
 
 
 def hidden_of(output: Any) -> Tensor:
-    """Return the hidden states in a layer's output, which may be a tuple that begins with them."""
+    """Return the hidden states in a layer's output. If the output is a tuple, they are its first element."""
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -119,7 +119,7 @@ def hooked(*hooks: RemovableHandle) -> Iterator[None]:
 
 
 def numbered_layers(decoder: Any) -> nn.ModuleList:
-    """Return all layers of a `Decoder`; on a pipeline stage, with placeholders for the layers of other stages. Raises
+    """Return all layers of a `Decoder`, where placeholders stand for the layers of other pipeline stages. Raises
     ValueError for a model whose layers are not in one list.
     """
     layers = layer_list(decoder.pretrained)

@@ -1,4 +1,4 @@
-"""The losses inside a decoder's layers: between hidden states of student and teacher, and of the balance of experts.
+"""The losses inside a decoder's layers: one compares hidden states with a teacher's, the other balances experts.
 
 Hidden states: layers of the student are trained to match the outputs of the teacher's layers.
 
@@ -11,14 +11,15 @@ weighted sum over target tokens, divided by the step's number of target tokens, 
 must be on the same pipeline stage.
 
 Balance of experts: for each sequence and layer, the loss is X · Σ_x f_x P_x over X experts. f_x is the share of
-tokens that choose expert x; it has no gradient. P_x is the mean probability of expert x. (Fedus et al. 2021,
-arXiv:2101.03961, eq. 4, but f counts all K choices of a token; per sequence as in DeepSeek-V3, arXiv:2412.19437,
-eq. 17.) The loss of a balanced sequence is K. A micro-batch contains complete sequences, so the loss does not depend
-on how a step is split into micro-batches or over data and pipeline ranks. Context ranks sum their choices with an
-all-reduce. The loss is linear in P, so each context rank computes only the summands of its own tokens' probabilities.
+tokens that choose expert x; it has no gradient. P_x is the mean probability of expert x. This is eq. 4 of Fedus et
+al. 2021 (arXiv:2101.03961), but f counts all K choices of a token, and sequences are separate as in eq. 17 of
+DeepSeek-V3 (arXiv:2412.19437). The loss of a balanced sequence is K. A micro-batch has complete sequences, so the
+loss does not depend on how a step is split into micro-batches or over data and pipeline ranks. Context ranks sum
+their choices with an all-reduce. The loss is linear in P, so each context rank computes only the summands of its
+tokens' probabilities.
 
-B sequences, S tokens of each (on a context rank: its part of them), T = B·S, X experts, K chosen experts per token,
-D width of the student, E width of the teacher.
+B sequences, S tokens of a sequence on this rank, T = B·S, X experts, K chosen experts per token, D width of the
+student, E width of the teacher.
 """
 
 from collections.abc import Sequence
@@ -36,14 +37,14 @@ from stillhouse.models.dtensors import name_seed, set_from_global
 from stillhouse.models.families import router_classes, text_config
 from stillhouse.models.layer_hooks import LayerLossModule, hidden_of, numbered_layers, with_loss
 
-#: prefix of the names of pairs
+#: the prefix of the names of pairs
 HIDDEN = "hidden_"
 
 
 @dataclass(frozen=True)
 class HiddenPair:
-    """A layer of the student, and the layer of the teacher that it has to match. The numbers of layers count from 0;
-    −1 is the last layer.
+    """A layer of the student, and the teacher's layer that it has to match. Layers are numbered from 0; −1 is the
+    last layer.
     """
 
     student: int
@@ -61,10 +62,10 @@ class HiddenPair:
 class HiddenMatchLoss:
     """The inputs and results of the hidden-state loss for one micro-batch on one stage.
 
-    losses: for each pair, the weighted sum over tokens, without the pair's scale; the forward pass fills it.
+    losses: the weighted sum over tokens for each pair, without the pair's scale. The forward pass adds the entries.
     """
 
-    weights_T: Tensor  # of the target tokens
+    weights_T: Tensor  # the weights of the target tokens
     normalizer: float  # the number of target tokens of the step
     teacher_BSE: dict[int, Tensor] = field(default_factory=dict)  # the outputs of the teacher's layers, by number
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -73,8 +74,9 @@ class HiddenMatchLoss:
 class HiddenMatch(LayerLossModule):
     """The projectors of a student, and the hooks of its layers.
 
-    layers: all layers of the student. pairs: those on this stage, with different names and with layer numbers from 0
-    on. all_pairs: those of all stages. projectors: the matrices P by the pairs' names; empty for equal widths.
+    layers: all layers of the student. pairs: the pairs on this stage, with different names and without negative layer
+    numbers. all_pairs: the pairs of all stages. projectors: the matrices P by the pairs' names; empty for equal
+    widths.
     """
 
     name = "hidden_match"
@@ -126,8 +128,8 @@ class HiddenMatch(LayerLossModule):
 def match_hidden(student: Any, pairs: Sequence[HiddenPair], teacher_layers: int, teacher_width: int) -> None:
     """Prepare layers of an unsharded `Decoder` for the hidden-state loss, by adding a `HiddenMatch`.
 
-    Raises ValueError for a layer that a model does not have, for a pair that is given twice, and for a student whose
-    layers cannot be found.
+    Raises ValueError for a layer that a model does not have, for a repeated pair, and for a student whose layers
+    cannot be found.
     """
     layers, width = numbered_layers(student), student.width
     for pair in pairs:
@@ -162,15 +164,15 @@ def match_hidden(student: Any, pairs: Sequence[HiddenPair], teacher_layers: int,
 class RouterAuxLoss:
     """The inputs and results of load balancing for one micro-batch.
 
-    targets_B: the weight of each sequence's loss; under context parallelism, this rank's share of it. scale: the
-    training loss contains scale · (sum of `losses`). losses: the forward pass writes the weighted loss of each
-    router, divided by the decoder's number of routers, but not by the step's number of targets.
+    targets_B: the weight of each sequence's loss; under context parallelism, this rank's share of the weight. scale:
+    the training loss contains scale · (sum of `losses`). losses: the weighted loss of each router, which the forward
+    pass writes. It is divided by the decoder's number of routers, but not by the step's number of targets.
     """
 
-    counts_BS: Tensor  # false for padding
+    counts_BS: Tensor  # whether a token counts; false for padding
     targets_B: Tensor
     scale: float
-    group: ProcessGroup | None = None  # the context ranks, which have the other parts of the sequences
+    group: ProcessGroup | None = None  # the context ranks, which share the sequences
     losses: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -181,7 +183,7 @@ class RouterBalance(LayerLossModule):
 
     def __init__(self, routers: int):
         super().__init__()
-        self.routers = routers  # of the full decoder, over all pipeline stages
+        self.routers = routers  # the number of routers in the full decoder, over all pipeline stages
 
     def add_loss(self, name: str, router: nn.Module, _: tuple[Any, ...], outputs: Any) -> Any:
         """Forward hook of a router. outputs: its logits, and the scores and indices of the chosen experts."""
@@ -201,8 +203,8 @@ class RouterBalance(LayerLossModule):
         return self.current.value is not None and torch.is_grad_enabled()
 
     def with_balance(self, name: str, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return a router's scores with unchanged values, and with its loss in their autograd graph. logits, chosen:
-        [N·L, X] and [N·L, K] of the layers' rows. Raises ValueError for a router that has already added this loss.
+        """Return a router's scores with unchanged values, and with its loss in their autograd graph. logits [N·L, X],
+        chosen [N·L, K]: the values of the layers' rows. Raises ValueError if the router has already added this loss.
         """
         loss, recomputing = self.current.value, self.current.recomputing
         if not recomputing and name in loss.losses:
@@ -220,7 +222,7 @@ class RouterBalance(LayerLossModule):
             dist.all_reduce(sums, group=loss.group)
         choices_BX, length_B1, targets_B1 = sums.split([experts, 1, 1], 1)
         probability_BX = (logits_TX.float().softmax(-1).view(rows, tokens, experts) * counts_BS1).sum(1)
-        # summed over sequences, each weighted by its targets
+        # a sum over sequences, where each sequence is weighted by its targets
         total = (targets_B1 / length_B1.clamp_min(1).square() * choices_BX * probability_BX).sum() * experts
         value = total / self.routers
         if not recomputing:
@@ -229,7 +231,7 @@ class RouterBalance(LayerLossModule):
         return with_value
 
     def require_losses(self, names: list[str], layer: nn.Module, _: tuple[Any, ...], __: Any) -> None:
-        """Forward hook of a layer: raise ValueError if a router in it was not called and has no loss."""
+        """Forward hook of a layer: raise ValueError if one of its routers has no loss, because it was not called."""
         for name in names if self.is_active and not self.current.recomputing else ():
             if name not in self.current.value.losses:
                 raise ValueError(

@@ -1,7 +1,7 @@
 """The output head of a decoder, and the interface through which objectives get hidden states: the output processor.
 
-`Head` calls the processor inside its own forward. FSDP2 gathers a module's weight for the module's forward. So it
-gathers the head's weight once, and the processor can use the full weight several times.
+`Head` calls the processor inside its forward. FSDP2 gathers a module's weight for the module's forward. So the head's
+weight is gathered once, and the processor can use the full weight several times.
 
 B rows, S tokens per row, D width, V vocabulary.
 """
@@ -33,7 +33,7 @@ class OutputProcessor(Protocol):
 
 
 def require_callable(processor: OutputProcessor) -> None:
-    """Raise ValueError for what cannot be called, such as a divergence."""
+    """Raise ValueError for an object that cannot be called, such as a divergence."""
     expected = "a function of hidden_states, head, context and depth, such as cross_entropy() or StepLoss(objective)"
     require_attribute("processor", processor, "__call__", expected)
 
@@ -70,16 +70,16 @@ class PassThrough(nn.Module):
 
 
 def input_embedding(model: PreTrainedModel) -> Any:
-    """Return the embedding of tokens; None on a pipeline stage that does not have it."""
+    """Return the token embedding, or None on a pipeline stage without it."""
     embedding = model.get_input_embeddings()
     return None if isinstance(embedding, PassThrough) else embedding
 
 
 def match_tied_flag(model: PreTrainedModel) -> None:
-    """Let the configuration say whether the model's head is tied to its embedding.
+    """Set the configuration's key for a tied head to whether the model's head is tied to its embedding.
 
-    transformers does not tie weights that differ in the files; a reader that obeys the configuration would. Raises
-    ValueError if the same key also shares weights between layers (Zamba 2): no value describes such a model.
+    transformers does not tie weights that differ in the files, but other readers of the configuration would. Raises
+    ValueError if the same key also shares weights between layers (Zamba 2), because no value describes such a model.
     """
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     is_tied, config = head is embedding, model.config

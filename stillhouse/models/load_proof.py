@@ -6,13 +6,13 @@ with different tokens (a and a', b and b'). Two forward passes differ only in th
     A    row 0   p a | q b        B    row 0   p a'| q b'
          row 1   p a'| q b'            row 1   p a | q b
 
-The hidden states of `p` must not change, because only later tokens change: the model is causal. Those of `q` must not
-change either: documents do not see each other. Both passes have the same shapes, documents and random numbers, so a
-model that separates documents gives the same bits, even in half precision, with dropout and with experts. In a small
-model that does not, the hidden states change by 0.04 % or more. The first two pairs have different document borders,
-because an attention function could use the borders of one row for all rows. Row 4 has a document of row 2 at another
-place. In the third pair, only the first documents are exchanged, which finds models in which all tokens see the first
-tokens of the row.
+If the model is causal, the hidden states of `p` do not change, because only later tokens change. If documents do not
+see each other, the hidden states of `q` do not change either. Both passes have the same shapes, documents and random
+numbers, so a model that separates documents gives the same bits, even in half precision, with dropout and with
+experts. In a small model that does not separate them, the hidden states change by 0.04 % or more. The first two pairs
+have different document borders, because an attention function could use the borders of one row for all rows. Row 4
+has a document of row 2 at another place. In the third pair, only the first documents are exchanged. This finds models
+in which all tokens see the first tokens of the row.
 
 B rows, S columns, D width.
 """
@@ -51,17 +51,17 @@ from stillhouse.models.processors import hidden_states
 from stillhouse.models.varlen import VARLEN_LENGTHS, PackedAttention, require_varlen
 from stillhouse.objective import OutputHead
 
-#: largest relative change of hidden states that must be equal in both passes, in every dtype
+#: the largest relative change, in any dtype, of hidden states that must be equal in both passes
 _UNCHANGED = 1e-4
-# largest relative error of the logits: they differ from the model's own logits only by the rounding of the head
+# the largest relative error of the logits, which may differ from the model's own logits only by the head's rounding
 _LOGIT_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# largest relative change of a document at another place in a row, where every layer rounds differently. It is the
-# median over tokens, because rounding can change the experts of single tokens
+# the largest relative change of a document at another place in a row, where every layer rounds differently. The
+# median over tokens is compared, because rounding can change the experts of single tokens
 PLACE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 
 _COLUMNS = 26
-_PARTNERS = [1, 0, 3, 2, 4, 5, 6]  # for each row of `ids_BS`, the row with which it is exchanged
-_THIRD = slice(5, 7)  # the rows of which only the first documents are exchanged
+_PARTNERS = [1, 0, 3, 2, 4, 5, 6]  # for each row of `ids_BS`, the row that replaces it in pass B
+_THIRD = slice(5, 7)  # the third pair, whose rows exchange only the first documents
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class ProbeDocuments:
 
     @classmethod
     def of(cls, vocabulary: int, *, depths: int = 0, multiple: int = 1) -> "ProbeDocuments":
-        """Return documents of fixed token ids below `vocabulary`, in a multiple of `multiple` columns. MTP depths
-        need longer documents.
+        """Return documents with fixed token ids below `vocabulary`. The number of columns is a multiple of
+        `multiple`. MTP depths need longer documents.
         """
         columns = -(-(_COLUMNS + 4 * depths) // multiple) * multiple
         early, middle, late = columns * 6 // 16, columns // 2, columns * 9 // 16
@@ -116,16 +116,16 @@ class Subject(ABC):
 
     probe: ProbeDocuments
     device: torch.device
-    attentions: Sequence[PackedAttention]  # of all parts
+    attentions: Sequence[PackedAttention]  # the attention functions of all parts
 
     @abstractmethod
     def run(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
-        """Return hidden states [B, S, D] of each depth; an empty list on a process that does not have them."""
+        """Return the hidden states [B, S, D] of each depth, or an empty list on a process that has none."""
 
     @torch.no_grad()
     def exchanged(self, *, other_noise: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Return, for each depth, the hidden states of passes A and B, with the same dropout and noise in both.
-        other_noise: those of pass A twice instead, with two different sequences of random numbers.
+        other_noise: run pass A twice instead, with two different sequences of random numbers.
         """
         second_ids_BS = self.probe.ids_BS if other_noise else self.probe.exchanged_ids_BS
         passes = []
@@ -138,7 +138,7 @@ class Subject(ABC):
     @torch.no_grad()
     def whole_rows(self) -> list[tuple[Tensor, Tensor]]:
         """Return, for each depth, the hidden states of rows of one document, with the attention that reads lengths
-        and with the usual one; an empty list if no part uses the former.
+        and with the usual attention. The list is empty if no part uses attention that reads lengths.
         """
         if not any(attention.reads_lengths for attention in self.attentions):
             return []
@@ -178,7 +178,7 @@ def prove_decoder(decoder: Any) -> None:
     _require_placed(model)
 
     def is_exact(training: bool) -> bool:
-        dtype = autocast_dtype(model)  # after a refused way of packing, another attention may need another dtype
+        dtype = autocast_dtype(model)  # if a way of packing was refused, another attention may need another dtype
         try:
             with in_mode(decoder, model, training=training), autocast(model.device, dtype):
                 with packing_errors(model, decoder.packing):
@@ -218,8 +218,8 @@ def relative_errors(value_ND: Tensor, expected_ND: Tensor) -> Tensor:
 def compare(
     errors_N: Tensor, tolerance: float, message: str, kind: type[ValueError] = ProofError, *, median: bool = False
 ) -> float:
-    """Return the largest error, or the median; NaN if one is not finite. Raises an exception of this kind if it
-    exceeds the tolerance, or is NaN. message: with the format of the number, such as {error:.2%}.
+    """Return the largest error, or the median, or NaN if an error is not finite. Raises an exception of this kind if
+    the result is NaN or exceeds the tolerance. message: contains the error's format, such as {error:.2%}.
     """
     error = float(errors_N.median() if median else errors_N.max())
     error = error if bool(errors_N.isfinite().all()) else math.nan
@@ -239,10 +239,11 @@ def prove_hidden(
 ) -> None:
     """Check a decoder's hidden states, as `Subject.exchanged` and `Subject.whole_rows` return them.
 
-    precision: the dtype of the matrix products, which determines the rounding; None: the hidden states' dtype.
-    training: whether the decoder was in train mode, in which noise differs from place to place in a row. Raises
-    ProofError for a model that is not causal, PackingError if documents in a row see each other, if the place of a
-    document in its row changes its hidden states, or if the attention that reads lengths computes other ones.
+    precision: the dtype of the matrix products, which determines the rounding; by default the hidden states' dtype.
+    training: whether the decoder was in train mode, where noise differs between the places in a row. Raises
+    ProofError for a model that is not causal. Raises PackingError if documents in a row see each other, if a
+    document's place in its row changes its hidden states, or if the attention that reads lengths gives other hidden
+    states.
     """
     model, columns, start = decoder.pretrained, probe.ids_BS.shape[1], probe.starts_B[2]
 
@@ -262,7 +263,7 @@ def prove_hidden(
                 "number tokens by position_ids, and cannot be packed",
             )
     for depth, (hidden_BSD, expected_BSD) in enumerate(whole_rows):
-        # rows that are joined to one shift other tokens to their last columns at depths > 0
+        # at depths > 0, the last columns of a row depend on the next row if the rows are joined to one row
         within = slice(columns - depth)
         usual = f"with attention '{decoder.packing.attention.usual}'"
         message = f"with variable-length attention differ by {{error:.2%}} from those {usual}"
@@ -289,12 +290,12 @@ def _prove_separation(
     model: PreTrainedModel, first_BSD: Tensor, second_BSD: Tensor, probe: ProbeDocuments, depth: int
 ) -> None:
     beginnings = [(row, probe.beginnings(row, depth)) for row in range(4)]
-    # if rows are joined to one, the last columns of a row depend on the first tokens of the next row at depths > 0
+    # at depths > 0, the last columns of a row depend on the next row if the rows are joined to one row
     end = probe.ids_BS.shape[1] - depth
     thirds = [(row, slice(probe.starts_B[row], end)) for row in range(_THIRD.start, _THIRD.stop)]
     states = ModelFacts(model.config).layers_with_state
     layers = f" and layers that mix tokens without attention ({name_list(states)})" if states else ""
-    # only row 0 has no other document before it, if the rows are joined to one row
+    # if the rows are joined to one row, only row 0 has no other document before it
     before = [(0, beginnings[0][1][0])]
     behind = [*((row, part) for row, parts in beginnings for part in parts), *thirds]
     not_causal = (
@@ -314,20 +315,20 @@ def _prove_separation(
 def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
     """Prove that a decoder's head gives the same logits as the transformers model itself. Raises ProofError.
 
-    Some models do not apply the rule that their configuration has (Aya Vision). If the plain projection gives their
-    logits, the decoder uses no rule from now on. inputs: arguments of a forward, on the decoder's device. Under a
-    layout, a collective of the processes that have this decoder; all of them get the same rule.
+    Some models do not apply the logit rule in their configuration (Aya Vision). If the plain projection gives their
+    logits, the decoder applies no rule from now on. inputs: arguments of a forward, on the decoder's device. Under a
+    layout, this is a collective of the processes that have this decoder, and all of them get the same rule.
     """
     model, head = decoder.pretrained, decoder.head
 
     def logits(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> tuple[Tensor, ...]:
-        # run inside the head's forward, because sharded weights are gathered there
+        # the model runs inside the head's forward, because sharded weights are gathered there
         with implicit_replication():
             expected = model(**inputs, use_cache=False, return_dict=True).logits
         plain = replace(head, scale=1.0, softcap=None)
         return local(expected), head.logits(hidden_states), plain.logits(hidden_states)
 
-    # this compares heads; the layers of both run with the usual attention, which needs no lengths of documents
+    # only heads are compared, so both forwards may use the usual attention, which needs no lengths of documents
     with decoder.packing.attention.without_lengths():
         expected, by_rule, plain = decoder(**inputs, processor=logits)
     differences = [by_rule.float() - expected.float(), plain.float() - expected.float()]
@@ -340,7 +341,7 @@ def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
     scale, error, plain_error = maxima.tolist()
     tolerance = _LOGIT_TOLERANCE[by_rule.dtype] * scale
     if not math.isfinite(scale + error) or error <= tolerance:
-        return  # values of another rank that are not finite are an error there
+        return  # if values of another rank are not finite, that rank raises an error
     if not plain_error <= tolerance:
         raise ProofError(
             f"{typename(model)}: its logits differ by up to {error:.2g} (the largest is {scale:.2g}) from "

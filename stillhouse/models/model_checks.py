@@ -1,4 +1,4 @@
-"""Checks of a model without running it: whether it can be wrapped as a `Decoder`, trained and saved."""
+"""Checks, without running a model, whether it can be wrapped as a `Decoder`, trained and saved."""
 
 import math
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ def typename(model: PreTrainedModel) -> str:
 
 
 class ProofError(ValueError):
-    """A model that does not compute what training assumes."""
+    """A model does not compute the values that training assumes."""
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -
     facts = ModelFacts(model.config)
     reach, embedding = facts.max_positions, model.get_input_embeddings()
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not embedding]
-    # OPT's table of positions has two more rows
+    # OPT's table of positions has two additional rows
     tables = [] if reach is None else [table for table in tables if reach <= table.num_embeddings <= reach + 2]
     if reach is not None and max_tokens > reach and tables:
         raise ValueError(

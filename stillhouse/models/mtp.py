@@ -3,13 +3,13 @@
     decoder = MultiTokenDecoder.new(Decoder.from_pretrained(…), depths=1)
     next, second = decoder(input_ids, position_ids, processor=…, context=targets.shift_for_mtp(position_ids, 1))
 
-Row t of depth k is computed from row t of depth k − 1 (depth 0: the main model after its final norm) and from the
-embedding of token t + k. It predicts the label of row t + k, which `Targets.shift_for_mtp` moves to row t
+Row t of depth k is computed from row t of depth k − 1 and from the embedding of token t + k. Depth 0 is the main
+model after its final norm. The row predicts the label of row t + k, which `Targets.shift_for_mtp` moves to row t
 (DeepSeek-V3, arXiv:2412.19437, section 2.2). All depths use the main model's embedding and output head.
 
-The layers are those of transformers' `MtpModel`, called one by one, because MtpModel's own forward drafts a single
-token per layer from logits. If a family has no MTP layers of its own, they have the class of its last layer. Their
-number and types are written to the model's configuration. This needs a later transformers than other features.
+transformers' `MtpModel` has the layers. They are called one by one, because its own forward drafts a single token per
+layer from logits. If a family has no MTP layers, they have the class of its last layer. Their number and types are
+written to the model's configuration. This feature needs a later version of transformers than other features.
 
 B rows, S tokens per row, D width, V vocabulary.
 """
@@ -38,11 +38,11 @@ require_feature("multi-token prediction")
 
 
 class MtpLayers(nn.Module):
-    """The layers of all depths. Embedding, head and rotary frequencies are those of the main model."""
+    """The layers of all depths. They use the main model's embedding, head and rotary frequencies."""
 
     layers: nn.ModuleList
-    model: MtpModel  # of these layers
-    initial: nn.ModuleList | None  # of new layers, a copy on the meta device; None for layers with weights
+    model: MtpModel  # the model that contains these layers
+    initial: nn.ModuleList | None  # a copy of new layers on the meta device; None for layers with weights
 
     def __init__(self, model: MtpModel, initial: nn.ModuleList | None = None):
         super().__init__()
@@ -61,16 +61,16 @@ class MtpLayers(nn.Module):
     def hidden_states(
         self, hidden_BSD: Tensor, input_ids_BS: Tensor, position_ids_BS: Tensor, lengths: Mapping[str, Any]
     ) -> Iterator[Tensor]:
-        """Yield the hidden states of depths 1, 2, …, each [B, S, D]. hidden_BSD: those of depth 0. input_ids_BS: on a
-        context rank, it has additional columns with the next tokens. lengths: of the documents, for variable-length
-        attention.
+        """Yield the hidden states of depths 1, 2, …, each [B, S, D]. hidden_BSD: the hidden states of depth 0.
+        input_ids_BS: the token ids; on a context rank, additional columns have the next tokens. lengths: the
+        documents' lengths for variable-length attention.
         """
         for depth in range(1, self.depths + 1):
-            # beyond the end, the ids repeat the last one, which is harmless: no row with a label attends to them
+            # beyond the end, the last id is repeated; this is harmless, because no row with a label attends to it
             place_S = torch.arange(hidden_BSD.shape[1], device=input_ids_BS.device)
             shifted_BS = input_ids_BS[:, (place_S + depth).clamp(max=input_ids_BS.shape[1] - 1)]
-            # position ids are not shifted with the token ids: after a shift, the mask would count the end of a
-            # document as part of the next one; and rotary attention depends only on differences of positions
+            # position ids are not shifted with the token ids: rotary attention depends only on differences of
+            # positions, and after a shift, the mask would count the end of a document as a part of the next document
             hidden_BSD = self.model.forward_layer(
                 depth - 1, hidden_BSD, position_ids_BS, None, input_ids=shifted_BS, **lengths
             )
@@ -78,7 +78,7 @@ class MtpLayers(nn.Module):
 
     @torch.no_grad()
     def initialize(self, main: PreTrainedModel, seed: int) -> None:
-        """Initialise new layers on this process by the family's own rule; does nothing for layers with weights. The
+        """Initialise new layers on this process by the family's own rule. Layers with weights do not change. The new
         values do not depend on the layout (`name_seed`). Only one module's tensors are unsharded at any time.
         """
         for name, module in () if self.initial is None else self.initial.named_modules():
@@ -113,10 +113,10 @@ class MtpLayers(nn.Module):
 
 
 def find_layers(model: PreTrainedModel) -> None:
-    """Let `model.generate(…, use_mtp=True)` find the layers in the checkpoint that the model was loaded from.
+    """Let `model.generate(…, use_mtp=True)` find the layers in the checkpoint from which the model was loaded.
 
     Without this call, transformers finds only layers with the numbers of the released models (GLM-4.5: 46 and 92).
-    It does not find the layers of a model of another size, or of a second depth.
+    It does not find the layers of models of other sizes, nor of a second depth.
     """
     ignored = model._keys_to_ignore_on_load_unexpected
     places = {prefix.replace(".", r"\.") for prefix in ModelFacts(model.config).mtp_prefixes}
@@ -124,7 +124,7 @@ def find_layers(model: PreTrainedModel) -> None:
 
 
 def _direct_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's parameters and persistent buffers, without those of its children."""
+    """Return a module's parameters and persistent buffers. Tensors of its children are not included."""
     unsaved = module._non_persistent_buffers_set
     buffers = {name: value for name, value in module.named_buffers(recurse=False) if name not in unsaved}
     return dict(module.named_parameters(recurse=False)) | buffers
@@ -133,7 +133,7 @@ def _direct_tensors(module: nn.Module) -> dict[str, Tensor]:
 class MultiTokenDecoder(nn.Module):
     """Runs a decoder, `main`, together with its MTP layers, which are in `main.mtp`.
 
-    `train_main=False`: only the MTP layers train; the main model is frozen, head and embedding included.
+    `train_main=False`: only the MTP layers train; the main model is frozen, including its head and embedding.
     `verify=True` raises ValueError for layers that let documents in one row attend to each other.
     """
 
@@ -166,8 +166,8 @@ class MultiTokenDecoder(nn.Module):
     ) -> "MultiTokenDecoder":
         """Load the main model and its MTP layers from one checkpoint. options: see `Decoder.from_pretrained`.
 
-        Also raises ValueError for a checkpoint without MTP layers, and for a main model from other files than those
-        from which transformers reads MTP layers.
+        Also raises ValueError for a checkpoint without MTP layers, and if the main model is in other files than the
+        files from which transformers reads MTP layers.
         """
         main = Decoder.from_pretrained(name_or_path, **options, verify=verify)
         model, depths = main.pretrained, ModelFacts(main.config).declared_depths
@@ -202,8 +202,8 @@ class MultiTokenDecoder(nn.Module):
     ) -> tuple[Any, ...]:
         """Return the processor's results for depths 0, 1, …; without a processor, logits [B, S, V] for each depth.
 
-        `input_ids`: [B, S]. `position_ids`: [B, S] (or [1, S]); they restart at each document of a row, and padding
-        is a document of its own. The last k rows of a document have no label at depth k.
+        `input_ids`: [B, S]. `position_ids`: [B, S] or [1, S]; they restart at each document of a row, and padding is
+        a separate document. The last k rows of a document have no label at depth k.
         """
 
         def all_depths(

@@ -60,17 +60,14 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load a model by `from_pretrained` of `auto_class`. Every failure is a ValueError.
 
-    Missing weights are also an error, because transformers would only warn and initialise them at random. So are
-    buffers that code from the folder does not initialise. quantize: to "int8", "nf4" or "fp8" (see `quantized.py`).
+    Missing weights are also an error, because transformers would only warn and initialise them at random. Buffers
+    that code from the folder does not initialise are an error, too. quantize: "int8", "nf4" or "fp8" (see
+    `quantized.py`).
     trained: whether gradients flow through quantized layers to an adapter. device: None means the CPU.
     """
     what = f"model '{escaped(os.fspath(name_or_path))}'"
     failure = f"{what} cannot be loaded as a causal language model"
-    options: dict[str, Any] = {
-        "dtype": parse_dtype(dtype),
-        "attn_implementation": attention,
-        "trust_remote_code": trust_remote_code,
-    }
+    weights_dtype, quantization = parse_dtype(dtype), dict[str, Any]()
     with _missing_files_named(what, name_or_path, revision):
         require_safe_files(name_or_path, revision)
         with reading(failure):
@@ -79,11 +76,18 @@ def load_causal_lm(
             )
         if quantize is not None:
             with prefixed(failure):
-                options |= quantized_loading(config, quantize, options["dtype"], device)
+                quantization = quantized_loading(config, quantize, weights_dtype, device)
         build = auto_class(config, multimodal=multimodal)
         with _damaged_files_named(failure, name_or_path, revision), reading(failure):
             model, report = build.from_pretrained(
-                name_or_path, revision=revision or "main", use_safetensors=True, output_loading_info=True, **options
+                name_or_path,
+                revision=revision or "main",
+                dtype=weights_dtype,
+                attn_implementation=attention,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+                **quantization,
             )
         for module in model.modules() if quantize is not None and trained else ():  # before the first use
             if hasattr(module, REPACKS):
@@ -100,7 +104,7 @@ def load_causal_lm(
             f"{what} lacks {len(missing)} of the weights of a {type(model).__name__}, first '{missing[0]}': "
             "expected the checkpoint of a whole causal language model, head included"
         )
-    # tests check the buffers of transformers' own families
+    # only for code from outside of transformers, because tests check the buffers of transformers' own families
     if type(model).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME:
         initialize_buffers(model, model)
     return model if quantize is not None or device is None else model.to(device)
@@ -115,9 +119,9 @@ def read_configuration(
 
 
 def auto_class(config: PreTrainedConfig, *, multimodal: bool = False) -> Any:
-    """Return AutoModelForImageTextToText for a vision-language model without a class of the language model alone, and
-    AutoModelForCausalLM for all others, which raises a ValueError for an unknown model. multimodal: the class that
-    reads images, if the family has both.
+    """Return AutoModelForImageTextToText for a vision-language model whose language model has no separate class, and
+    AutoModelForCausalLM for all other models. It raises ValueError for an unknown model. multimodal: whether to
+    choose the class that reads images if the family has both classes.
     """
     # a model's folder may contain its class as code
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
@@ -126,7 +130,7 @@ def auto_class(config: PreTrainedConfig, *, multimodal: bool = False) -> Any:
 
 
 def tower_warnings(name: str, revision: str | None, *, trust_remote_code: bool) -> Iterator[str]:
-    """For documents without images: warn of a family that has a class of the language model alone."""
+    """For documents without images, warn if the family has a class for its language model alone."""
     config = read_configuration(name, revision, trust_remote_code=trust_remote_code)
     if auto_class(config, multimodal=True) is not auto_class(config):
         yield (
@@ -136,8 +140,8 @@ def tower_warnings(name: str, revision: str | None, *, trust_remote_code: bool) 
 
 
 def keep_in_float32(model: PreTrainedModel) -> None:
-    """Convert the tensors that transformers keeps in float32 when it loads a model in a half-precision dtype, such as
-    corrections of a router's scores. model: constructed in the dtype, on the meta device.
+    """Convert to float32 the tensors that transformers keeps in float32 when it loads a model in a half-precision
+    dtype, such as corrections of a router's scores. model: a model on the meta device that was built in this dtype.
     """
     dtype = model.dtype
     kept = {*(model._keep_in_fp32_modules_strict or ())} if dtype in (torch.float16, torch.bfloat16) else set()
@@ -149,7 +153,7 @@ def keep_in_float32(model: PreTrainedModel) -> None:
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
-    """Return the dtype of a name such as "bfloat16"; for None or "auto", "auto": the dtype of the saved weights."""
+    """Return the dtype with a name such as "bfloat16". None and "auto" give "auto", the saved dtype."""
     if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
         return dtype or "auto"
     if dtype not in _DTYPES:
@@ -160,7 +164,7 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
 
 @contextmanager
 def _missing_files_named(what: str, name: str | os.PathLike[str], revision: str | None) -> Iterator[None]:
-    """Say what was expected if the block cannot read the model's files."""
+    """If the block cannot read the model's files, raise a ValueError that says which name or files were expected."""
     try:
         yield
     except ValueError as error:
@@ -178,7 +182,7 @@ def _missing_files_named(what: str, name: str | os.PathLike[str], revision: str 
 
 @contextmanager
 def _damaged_files_named(failure: str, name: str | os.PathLike[str], revision: str | None) -> Iterator[None]:
-    """Raise a ValueError, which begins with `failure`, that names a missing or damaged file with weights."""
+    """If a file with weights is missing or damaged, raise a ValueError that begins with `failure` and names it."""
     if os.path.isdir(name):
         with prefixed(failure):
             tensor_files(name)
@@ -193,8 +197,8 @@ def _damaged_files_named(failure: str, name: str | os.PathLike[str], revision: s
 
 
 def require_safe_files(name: str | os.PathLike[str], revision: str | None = None) -> None:
-    """Raise ValueError if loading a folder or hub id would read weights from files other than its own safetensors,
-    for an adapter's folder, and for more than `MAX_LAYERS` layers. A name that does not exist raises no error here.
+    """Raise ValueError if loading a folder or hub id would read weights from files other than safetensors in it, for
+    an adapter's folder, and for more than `MAX_LAYERS` layers. A name that does not exist raises no error here.
     """
     folder = escaped(os.fspath(name))
     if os.path.isdir(name):
@@ -213,10 +217,10 @@ def require_safe_files(name: str | os.PathLike[str], revision: str | None = None
 def initialize_buffers(module: nn.Module, model: PreTrainedModel, new_layers: Sequence[nn.Module] = ()) -> None:
     """Compute the non-persistent buffers, such as rotary frequencies, with the family's own initialisation.
 
-    No file has these buffers, and no other tensor changes. module: has the tensors of `model`, and those of
+    No file has these buffers. No other tensor changes. module: a module with the tensors of `model` and of
     `new_layers`, which are not in `model`. The buffers are filled with 0 before a first initialisation and with 1
-    before a second one: a value that differs afterwards is one that no `_init_weights` computes. Raises ValueError
-    for it, naming the buffer.
+    before a second one. If a value differs afterwards, no `_init_weights` has computed it; then a ValueError names
+    the buffer.
     """
     zeros, ones = (_buffers_after(module, model, new_layers, value) for value in (0, 1))
     for name, buffer in ones.items():
@@ -243,13 +247,13 @@ def _buffers_after(
         tensor._is_hf_initialized = True
     for part in model.modules():
         part._is_hf_initialized = False
-    # a family may initialise every layer of its backbone (Falcon-H1), also those of other pipeline stages
+    # a family may initialise every layer of its backbone (Falcon-H1), but layers of other pipeline stages are absent
     lists = [(part, part._modules) for part in model.modules() if isinstance(part, nn.ModuleList)]
     for part, layers in lists:
         part._modules = {name: layer for name, layer in layers.items() if not isinstance(layer, PassThrough)}
     try:
         with torch.random.fork_rng(devices=[]), reading(f"{typename(model)}: its buffers cannot be computed"):
-            model.initialize_weights()  # every module by the innermost transformers model that contains it
+            model.initialize_weights()  # each module is initialised by the innermost transformers model around it
             for part in (part for layer in new_layers for part in layer.modules()):
                 model._init_weights(part)
     finally:

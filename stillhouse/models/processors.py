@@ -1,10 +1,11 @@
-"""Output processors: they compute objectives from hidden states and a head, for any model that calls them.
+"""Output processors, which compute objectives from hidden states and a head, for any model that calls them.
 
     decoder(input_ids, processor=selected_log_probs(), context=Targets(labels))
 
-A processor is created for an optimizer step; its context has the tensors of one micro-batch: the token to predict at
-each row, and the data for its loss. No processor computes the logits of all tokens at once. Every processor gives the
-same result over a vocabulary shard as over the full head. `engine/loss.py` has the processor of a run's objective.
+A processor is created for an optimizer step. Its context has the tensors of one micro-batch: the token to predict at
+each row, and the data for this token's loss. No processor computes the logits of all tokens at once. A processor
+gives the same result for a vocabulary shard as for the full head. `engine/loss.py` has the processor of a run's
+objective.
 
 At depth 0, row t predicts labels_T[t]. At depth k of multi-token prediction, row t predicts the k-th token after that
 token. Only `shift_for_mtp` shifts targets for multi-token prediction.
@@ -40,9 +41,10 @@ from stillhouse.objective import (
 class Targets:
     """The tokens to predict, and their weights.
 
-    labels_T: of any shape, in the rows' order; a negative label means that there is no label. weights_T: of the same
-    shape; None: 1 where there is a label, else 0. valid_index: the rows with a non-zero weight, if the caller knows
-    them (see `linear_objective`). mtp_targets: the targets of depths 1, 2, … (see `shift_for_mtp`).
+    labels_T: a tensor of any shape, in the rows' order; a negative label means that there is no label. weights_T: a
+    tensor of the same shape; by default 1 if there is a label, else 0. valid_index: the rows with a non-zero weight,
+    if the caller knows them (see `linear_objective`). mtp_targets: the targets of depths 1, 2, … (see
+    `shift_for_mtp`).
     """
 
     labels_T: Tensor
@@ -72,8 +74,8 @@ class Targets:
         """Return these targets with `mtp_targets` for depths 1 to `depths`.
 
         At depth k, row t gets the values of row t + k if that row is in the same document, otherwise no label and
-        weight 0. Call it on complete rows, and select context shards from the result with `rows`. position_ids_BS
-        restart at each document; [1, S] if all rows have the same positions.
+        weight 0. Call this on complete rows, and select context shards from the result with `rows`. position_ids_BS:
+        positions that restart at each document, or [1, S] if all rows have the same positions.
         """
         tokens, shape_BS = len(self.labels_T), tuple(position_ids_BS.shape)
         columns = shape_BS[1]
@@ -99,7 +101,7 @@ class Targets:
         return replace(taken, mtp_targets=tuple(targets.rows(index_T) for targets in self.mtp_targets))
 
     def extended(self, extend: Callable[[Tensor], Tensor], shape_BS: tuple[int, int]) -> Self:
-        """Return these targets, of shape shape_BS, with the columns that `extend` appends to a tensor [B, S, …]."""
+        """Return these targets with the columns that `extend` appends to tensors [B, S, …]. shape_BS: their shape"""
 
         def extended_value(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -123,10 +125,10 @@ class Targets:
 class DistillTargets(Targets):
     """Targets, and the teachers' signals for the same rows.
 
-    signals: by the teachers' names; empty if no term needs a teacher. A `RoutedSignal` cannot be cut into rows, nor
-    shifted for multi-token prediction. per_token: other tensors about the tokens to predict, of the labels' shape,
-    named as in `metrics.py`. document_T: the document of each row, for a discount; documents follow one another.
-    position_ids_BS: those of depth 0, for `shift_for_mtp`.
+    signals: the signals by the teachers' names; empty if no term needs a teacher. A `RoutedSignal` cannot be cut into
+    rows, nor shifted for multi-token prediction. per_token: other tensors about the tokens to predict, with the
+    labels' shape and names as in `metrics.py`. document_T: the number of each row's document, for a discount;
+    documents follow one another. position_ids_BS: the positions at depth 0, for `shift_for_mtp`.
     """
 
     signals: Signals = field(default_factory=dict)
@@ -155,7 +157,7 @@ class PolicyTargets(Targets):
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return `change(value)`; for a mapping, a dict with `change` applied to each value."""
+    """Return `change(value)`. If `value` is a mapping, apply `change` to each of its values instead."""
     if isinstance(value, Mapping):
         return {name: _mapped(change, entry) for name, entry in value.items()}
     return change(value)
@@ -165,7 +167,8 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 class LogProbs:
     """The log-probability of each row's label (0 without a label) and the entropy of each row's distribution in nats.
 
-    Both are differentiable and at least float32. The class is not a tuple, since models may convert tensors in those.
+    Both are differentiable and at least float32. The class is not a tuple, because models may convert tensors in
+    tuples.
     """
 
     log_probs_BS: Tensor
@@ -183,8 +186,9 @@ def hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, dept
 def replicated_hidden(hidden_states: Tensor, head: OutputHead) -> Tensor:
     """Return hidden states for a computation that all ranks of a sharded vocabulary repeat, such as a value head.
 
-    With sequence parallelism, the layer below sums the gradient over these ranks (`VocabShard.reduce_hidden_grad`).
-    A repeated computation gives every rank the full gradient, so backward divides it by the number of ranks.
+    With sequence parallelism, the backward of the gather sums the gradient over these ranks
+    (`VocabShard.reduce_hidden_grad`). A repeated computation gives every rank the full gradient, so backward first
+    divides it by the number of ranks.
     """
     shard = head.shard
     if shard is None or shard.is_alone or shard.reduce_hidden_grad:
@@ -198,7 +202,7 @@ def replicated_hidden(hidden_states: Tensor, head: OutputHead) -> Tensor:
 
 def full_vocab(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> FullVocab:
     """Return the exact teacher signal, without gradients."""
-    # a frozen weight must stay the same tensor: `vocab.rows_of` exchanges rows between ranks once per tensor
+    # keep the same tensor for a frozen weight, because `vocab.rows_of` exchanges rows between ranks once per tensor
     return FullVocab(hidden_states.detach().flatten(0, -2), detached(head))
 
 
@@ -217,7 +221,7 @@ def cross_entropy(
     *, label_smoothing: float = 0.0, z_loss: float = 0.0, normalizer: float | Tensor = 1.0
 ) -> OutputProcessor:
     """Return a processor that gives the `ObjectiveOutput` of cross-entropy with the context's labels (`Targets`).
-    normalizer: divides the sum over tokens; the optimizer step's global count of tokens with a non-zero weight.
+    normalizer: the divisor of the sum over tokens: the step's global number of tokens with a non-zero weight.
     """
 
     def process(*, hidden_states: Tensor, head: OutputHead, context: Targets, depth: int = 0) -> ObjectiveOutput:

@@ -1,12 +1,12 @@
-"""Frozen models whose linear layers have weights of 8 or 4 bits, through libraries that quantize while they load.
+"""Frozen models whose linear layers have weights of 8 or 4 bits. Libraries quantize the weights.
 
     int8    one scale per row of a weight; inputs and products keep the model's dtype (torchao)
-    nf4     four bits per weight, one scale per 64 of them: QLoRA's NormalFloat, arXiv:2305.14314 (bitsandbytes)
-    fp8     8-bit floating point (e4m3), also for the inputs of products: one scale per row and per token (torchao)
+    nf4     four bits per element, one scale per 64 elements: QLoRA's NormalFloat, arXiv:2305.14314 (bitsandbytes)
+    fp8     8-bit floating point (e4m3) for weights and inputs, one scale per row and per token (torchao)
 
 The embedding, the norms and the output head keep the model's dtype, so that the objective uses the head's saved
 weight. For fp8, the model is loaded in bfloat16 and then rounded, except for the routers of experts. It runs before
-and after: a wrong kernel would otherwise give plausible signals of a wrong teacher.
+and after rounding, because a wrong kernel would give plausible but wrong teacher signals.
 
 N products or tokens, D width, R rows of a weight, V vocabulary.
 """
@@ -35,31 +35,34 @@ from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.weight_files import weight_files
 
 FP8 = "fp8"
-#: torchao's products need matrices whose rows and columns are multiples of this
+#: torchao's products need matrices whose numbers of rows and columns are multiples of this
 _MULTIPLE = 16
 #: the first compute capability of CUDA devices that multiply in fp8
 _CAPABILITY = (8, 9)
-#: the largest change of the logits by rounding, relative to their deviation from their mean over the vocabulary, as
-#: the median over tokens. A trained model changed by 0.05, models with random weights by 0.2
+#: the largest allowed change of the logits by rounding: the median over tokens, relative to the logits' deviation
+#: from their mean over the vocabulary. It was 0.05 for a trained model, and 0.2 for models with random weights
 _LARGEST_CHANGE = 0.5
 _TOKENS = 64
-#: the scale of a row of inputs is at least that of a row with this largest number
+#: torchao computes the scale of an input row from the row's largest absolute value, or from this value if it is
+#: larger
 _LEAST = 1e-12
-#: the attribute with which bitsandbytes lays weights out anew at their first evaluation on some CPUs, for kernels
-#: without gradients
+#: if this attribute is set, bitsandbytes changes the layout of weights in their first evaluation on some CPUs, for
+#: kernels without gradients
 REPACKS = "support_avx512bf16_for_cpu"
 #: the library of each kind
 LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes", FP8: "torchao"}
-#: vectors of signs by which a layer is checked, and rows of its weight: the first, the middle and the last ones
+#: the number of random sign vectors with which a layer is checked, and the number of checked rows at the beginning,
+#: in the middle and at the end of the weight
 PROBES, ROWS = 16, 16
-#: how many times the error of a right rounding, and which share of the weights, a layer's error may have
+#: a layer's error may be this multiple of the error of correct rounding, plus this share of the weights' norm
 LARGEST_ERROR, PRODUCT_ERROR = 1.5, 0.01
 
 
 def quantized_loading(
     config: PreTrainedConfig, kind: str, dtype: torch.dtype | str, device: str | torch.device | None
 ) -> dict[str, Any]:
-    """Return the arguments of transformers' `from_pretrained` that quantize a model while it is loaded; none for fp8.
+    """Return the arguments of transformers' `from_pretrained` that quantize a model during loading. For fp8, there
+    are none.
 
     Raises ValueError if the library is not installed or the device cannot run the kind, and for a model that is
     already quantized. dtype: the model's dtype, or "auto" for the dtype of the saved weights.
@@ -80,9 +83,10 @@ def quantized_loading(
     configuration: Any
     with reading(f"{library} cannot be used"):
         if kind == "nf4":
-            options: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
             product_dtype = (config.dtype or torch.float32) if isinstance(dtype, str) else dtype
-            configuration = BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=product_dtype)
+            configuration = BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=product_dtype
+            )
         else:
             from torchao.quantization import Int8WeightOnlyConfig
 
@@ -123,11 +127,11 @@ def require_quantized(
 
 @torch.no_grad()
 def require_rounding(model: PreTrainedModel, kind: str = "nf4", stored: Mapping[str, Path] | None = None) -> None:
-    """Raise ValueError, naming the layer, if the error of its products is larger than that of a right rounding.
+    """Raise ValueError, naming the layer, if the error of a layer's products exceeds the error of correct rounding.
 
-    Libraries are wrong for single shapes: bitsandbytes 0.50 on a CPU for nf4 and widths that are no multiple of 64.
-    stored: the files by the names of their tensors. The products are compared with those of the weights there; those
-    of a weight that is not there, as in a folder of quantized weights, with what its 4-bit codes stand for.
+    A library may be wrong for some shapes: bitsandbytes 0.50 on a CPU for nf4 and widths that are no multiple of 64.
+    stored: the files of saved tensors, by name. A layer's products are compared with products of the saved weight. If
+    it is not among them, as in a folder of quantized weights, they are compared with the values of its 4-bit codes.
     """
     stored = stored or {}
     renamings = [part for part in get_model_conversion_mapping(model) if isinstance(part, WeightRenaming)]
@@ -138,7 +142,7 @@ def require_rounding(model: PreTrainedModel, kind: str = "nf4", stored: Mapping[
         if weight is None or not is_quantized(weight):
             continue
         key = keys.get(f"{name}.weight")
-        if key is not None and getattr(module, "source_cls", None) is not Conv1D:  # that one is transposed
+        if key is not None and getattr(module, "source_cls", None) is not Conv1D:  # a Conv1D is saved transposed
             with safe_open(stored[key], framework="pt") as file:
                 _check_layer(name, module, kind, model.dtype, file.get_slice(key))
         elif hasattr(weight, "quant_state"):
@@ -146,7 +150,7 @@ def require_rounding(model: PreTrainedModel, kind: str = "nf4", stored: Mapping[
 
 
 def _check_layer(name: str, layer: Any, kind: str, dtype: torch.dtype, saved_RD: Any = None) -> None:
-    """Compare products of random signs at a few rows of the weight. saved_RD: the saved weight, if there is one."""
+    """Check products of random signs with a few rows of the weight. saved_RD: the saved weight, if there is one."""
     rows, width, weight = layer.out_features, layer.in_features, layer.weight
     if saved_RD is not None and saved_RD.get_shape() != [rows, width]:
         return
@@ -157,7 +161,8 @@ def _check_layer(name: str, layer: Any, kind: str, dtype: torch.dtype, saved_RD:
     signs_ND = torch.randint(2, (PROBES, width), generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
     signs_ND = signs_ND.to(weight.device)
     with reading(f"{what}; {remedy}; {LIBRARIES[kind]} says"):
-        # bitsandbytes changes the layout of a weight, and the dtype of later products, in the first product
+        # a copy, because bitsandbytes changes a weight's layout, and the dtype of later products, in the first
+        # product
         products_NR = copy.deepcopy(layer)(signs_ND.to(dtype)).float()
     if layer.bias is not None:
         products_NR -= layer.bias.float()
@@ -166,7 +171,7 @@ def _check_layer(name: str, layer: Any, kind: str, dtype: torch.dtype, saved_RD:
         part = slice(start, start + ROWS)
         right_RD = saved_RD[part].to(weight.device, torch.float32)
         least = 0.0 if has_codes_alone else float((_rounded(right_RD, kind, weight) - right_RD).norm())
-        # the mean over random signs of the square of a product's error is the square of the error of its row
+        # over random signs, the mean of the squared error of a product is the squared norm of its row's error
         error = float((products_NR[:, part] - signs_ND @ right_RD.T).norm()) / PROBES**0.5
         size = float(right_RD.norm())
         if not math.isfinite(size):
@@ -179,7 +184,7 @@ def _check_layer(name: str, layer: Any, kind: str, dtype: torch.dtype, saved_RD:
 
 
 def _rounded(right_RD: Tensor, kind: str, weight: Any) -> Tensor:
-    """Return weights as the kind rounds them at best."""
+    """Return the weights after the best rounding that the kind allows."""
     if kind == "nf4":
         size, code = weight.quant_state.blocksize, weight.quant_state.code.float()
         flat = nn.functional.pad(right_RD.flatten(), (0, -right_RD.numel() % size)).reshape(-1, size)
@@ -193,7 +198,7 @@ def _rounded(right_RD: Tensor, kind: str, weight: Any) -> Tensor:
 
 
 def decoded(weight: Any) -> Tensor:
-    """Return what the 4-bit codes of a weight stand for, in float32: two codes per byte, one scale per block."""
+    """Return the values of a weight's 4-bit codes in float32. There are two codes per byte, one scale per block."""
     state = weight.quant_state
     scales = state.absmax
     if state.nested:
@@ -206,35 +211,35 @@ def decoded(weight: Any) -> Tensor:
 
 
 def quantized_identity(fingerprint: str, kind: str | None) -> str:
-    """Return an identity from the fingerprint of a model's files and the kind of its quantization."""
+    """Return an identity for a model, from the fingerprint of its files and the kind of its quantization."""
     return fingerprint if kind is None else f"{fingerprint}-{kind}"
 
 
 def is_quantized(weight: Tensor) -> bool:
-    """Whether a weight is stored in 8 or 4 bits, which its `dtype` does not show."""
+    """Whether a weight is stored in 8 or 4 bits. Its `dtype` does not show this."""
     return hasattr(weight, "qdata") or hasattr(weight, "quant_state")
 
 
 def element_count(weight: Tensor) -> int:
-    """Return the number of a weight's values; four bits of nf4 are one."""
+    """Return the number of a weight's values. In nf4, four bits are one value."""
     state = getattr(weight, "quant_state", None)
     return weight.numel() if state is None else math.prod(state.shape)
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Return the memory of a module's parameters, in bytes; a quantized weight counts with its bits and scales."""
+    """Return the memory of a module's parameters in bytes. A quantized weight counts with its bits and scales."""
     parts: list[Any] = []
     for weight in module.parameters():
         if hasattr(weight, "qdata"):
             parts += [weight.qdata, weight.scale]  # type: ignore[attr-defined]
-        else:  # bitsandbytes has no state of a weight that is not quantized yet
+        else:  # in bitsandbytes, a weight has no state before it is quantized
             state = getattr(weight, "quant_state", None)
             parts += [weight] if state is None else [weight.data, state.absmax]
     return sum(part.numel() * part.element_size() for part in parts)
 
 
 def float8_problem(device: torch.device | str | None) -> str | None:
-    """Return why a device cannot multiply in fp8; None if it can."""
+    """Return the reason why a device cannot multiply in fp8, or None if it can."""
     place = torch.device(device or "cpu")
     capability = torch.cuda.get_device_capability(place) if place.type == "cuda" else (0, 0)
     if capability >= _CAPABILITY:
@@ -248,7 +253,7 @@ def float8_problem(device: torch.device | str | None) -> str | None:
 
 def round_to_float8(model: PreTrainedModel) -> None:
     """Quantize the linear layers of a bfloat16 model in place. Raises ValueError for another dtype, and if the logits
-    change more than rounding can change them.
+    change more than they can by rounding.
     """
     if model.dtype != torch.bfloat16:
         raise ValueError(f"fp8 rounds bfloat16 weights, got {model.dtype}: expected dtype bfloat16")

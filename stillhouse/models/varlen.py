@@ -1,9 +1,10 @@
-"""Variable-length attention: packed documents lie in one row, and torch's flash kernel reads where they begin.
+"""Variable-length attention: packed documents lie in one row, and torch's flash kernel gets the places of their
+borders.
 
-It is used where the device, the dtype of the activations and the model allow it (`PackedAttention`). It is registered
-with transformers' `AttentionInterface` under the name `VARLEN`, without a mask function, so transformers builds no
-mask and never waits for the device. Only the lengths of the documents say what a token may see: an input that has
-none, or that needs a bias or a mask, is refused.
+It is used if the device, the dtype of the activations and the model allow it (`PackedAttention`). It is registered
+with transformers' `AttentionInterface` under the name `VARLEN`, without a mask function. So transformers builds no
+mask and never waits for the device. Only the documents' lengths determine which tokens a token sees. Inputs without
+lengths, or with a bias or a mask, are refused.
 
 T tokens of the row, N documents, M = N + 1 borders of documents, H heads of queries, G heads of keys and values, D
 width of a head.
@@ -35,7 +36,7 @@ _WIDEST_BACKWARD = 192
 _DTYPES = (torch.bfloat16, torch.float16)
 _OPTIONS = inspect.signature(varlen_attn).parameters
 _MISSING = {"scale", "window_size"} - {*_OPTIONS}
-#: the usual attention of a model for which variable-length attention is required
+#: the attention for inputs without lengths, for a model whose configuration requires variable-length attention
 USUAL = "sdpa"
 #: arguments of attention that change its scores in ways that the kernel does not know
 _UNSUPPORTED = ("attention_mask", "softcap", "s_aux", "position_bias")
@@ -43,7 +44,7 @@ _UNSUPPORTED = ("attention_mask", "softcap", "s_aux", "position_bias")
 
 @dataclass(frozen=True)
 class Activations:
-    """The device of a model's activations, and their dtype under autocast; None: the dtype of the weights."""
+    """The device of a model's activations, and their dtype under autocast. By default, it is the weights' dtype."""
 
     device: torch.device
     dtype: torch.dtype | None = None
@@ -52,14 +53,16 @@ class Activations:
 def activations_for(
     attention: str | None, device: torch.device, autocast: torch.dtype | None = None
 ) -> Activations | None:
-    """Return the activations for `PackedAttention`; None if the configuration names another attention than `VARLEN`,
-    so that the model keeps it.
+    """Return the activations for `PackedAttention`. If the configuration names another attention than `VARLEN`,
+    return None, so that the model keeps it.
     """
     return Activations(device, autocast) if attention in (None, VARLEN) else None
 
 
 def refusal(activations: Activations, dtype: torch.dtype) -> str | None:
-    """Return why variable-length attention cannot run with these activations; None if it can. dtype: of weights."""
+    """Return the reason why variable-length attention cannot run with these activations, or None if it can. dtype:
+    the dtype of the weights.
+    """
     device, dtype = activations.device, activations.dtype or dtype
     if _MISSING:
         return f"that of torch {torch.__version__} has no {name_list(_MISSING)}"
@@ -73,7 +76,7 @@ def refusal(activations: Activations, dtype: torch.dtype) -> str | None:
 
 
 def refusal_of_model(model: PreTrainedModel) -> str | None:
-    """Return why a model's attention cannot be computed with variable lengths; None if its configuration allows."""
+    """Return the reason why a model's attention cannot have variable lengths, or None if there is no reason."""
     config = text_config(model.config)
     if not type(model).__module__.startswith("transformers.models."):
         return "its code is not transformers' own"
@@ -101,7 +104,7 @@ def text_part(config: PreTrainedConfig) -> str | None:
 
 
 def require_varlen(model: PreTrainedModel, activations: Activations | None = None) -> None:
-    """Raise ValueError if variable-length attention cannot run. activations: None for those of the model itself."""
+    """Raise ValueError if variable-length attention cannot run. activations: by default, the model's own."""
     activations = activations or Activations(model.device, autocast_dtype(model))
     if reason := refusal_of_model(model) or refusal(activations, model.dtype):
         raise ValueError(
@@ -119,18 +122,18 @@ def attend(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Return causal attention within each document, [T, H, D]. window: tokens that a token sees, with itself."""
+    """Return causal attention within each document, [T, H, D]. window: the number of tokens that a token sees,
+    including itself.
+    """
     if query_THD.dtype not in _DTYPES or not query_THD.is_cuda:
         raise ValueError(
             f"attention '{VARLEN}' got {query_THD.dtype} on {query_THD.device.type}: expected bfloat16 or float16 "
             "on a CUDA device, by the dtype of the weights or by autocast, or another attention, such as sdpa"
         )
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    # without this option, torch's kernel takes fewer heads of keys as it does with it
-    if "enable_gqa" in _OPTIONS:
-        options["enable_gqa"] = query_THD.shape[1] != key_TGD.shape[1]
-    places = (cu_seqlens_M, cu_seqlens_M, longest, longest)
-    output_THD: Any = varlen_attn(query_THD, key_TGD, value_TGD, *places, **options)
+    # a torch without this option accepts fewer heads of keys than of queries in any case
+    grouped: Any = {"enable_gqa": query_THD.shape[1] != key_TGD.shape[1]} if "enable_gqa" in _OPTIONS else {}
+    places, size = (cu_seqlens_M, cu_seqlens_M, longest, longest), (-1 if window is None else window - 1, 0)
+    output_THD: Any = varlen_attn(query_THD, key_TGD, value_TGD, *places, scale=scale, window_size=size, **grouped)
     return output_THD
 
 
@@ -179,7 +182,7 @@ def attention(
 def attend_padded(
     query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, cu_seqlens_M: Tensor, longest: int, **options: Any
 ) -> Tensor:
-    """As `attend`, for heads of any width up to `WIDEST`, and values of another width than the queries."""
+    """Compute `attend` for heads of any width up to `WIDEST`. Values may have another width than queries."""
     width = -(-max(query_THD.shape[-1], value_TGD.shape[-1]) // _MULTIPLE) * _MULTIPLE
     if width > _WIDEST_BACKWARD:
         width = WIDEST
@@ -191,9 +194,9 @@ def attend_padded(
 
 
 def _unsupported_windows(module: nn.Module, options: Mapping[str, Any]) -> list[str]:
-    """Describe windows that a layer's mask has by its configuration, and that attention does not get; empty if none.
-    Such a family is found in a layer without a window, too: an error on one pipeline stage alone would let the other
-    stages wait.
+    """Describe the windows in a layer's configuration that its attention does not get. The list is empty if there are
+    none. Layers without a window also report such a family, because other pipeline stages would wait after an error
+    on only one stage.
     """
     config: Any = module.config
     types, window = getattr(config, "layer_types", None) or (), getattr(config, "sliding_window", None)
@@ -209,9 +212,9 @@ def _unsupported_windows(module: nn.Module, options: Mapping[str, Any]) -> list[
 class PackedAttention:
     """The attention functions of a model, by their names in its configuration.
 
-    activations: of the forward passes; None: the model keeps its attention function. is_required: whether the
-    configuration itself names variable-length attention; if it cannot be used, a ValueError is raised. reason: why it
-    is not used on a GPU, if `activations` are given.
+    activations: the activations of the forward passes; if it is None, the model keeps its attention function.
+    is_required: whether the configuration names variable-length attention; if it cannot be used, a ValueError is
+    raised. reason: the reason why it is not used on a GPU, if `activations` are given.
     """
 
     def __init__(self, model: PreTrainedModel, activations: Activations | None = None):
@@ -225,7 +228,7 @@ class PackedAttention:
         elif activations is not None and name == USUAL:
             reason = refusal_of_model(model) or refusal(activations, model.dtype)
             self.is_possible = reason is None
-            if activations.device.type == "cuda":  # nobody expects it elsewhere
+            if activations.device.type == "cuda":  # on other devices, users do not expect it
                 self.reason = reason
 
     @property
@@ -243,7 +246,7 @@ class PackedAttention:
 
     @property
     def in_words(self) -> str | None:
-        """The reason for the usual attention, as a sentence; None if there is none."""
+        """A sentence with the reason for the usual attention, or None if there is no reason."""
         sentence = f"attention {self.usual}, because variable-length attention cannot be used: {self.reason}"
         return None if self.reason is None or self.reads_lengths else sentence
 
@@ -253,14 +256,14 @@ class PackedAttention:
         return (self.usual, self.with_lengths) if self.is_possible else (self.usual,)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Use other functions, which are registered under new names. names: by the names of `names`."""
+        """Use other functions, which are registered under new names. names: maps the names in use to new names."""
         reads_lengths = self.reads_lengths
         self.usual, self.with_lengths = names[self.usual], names.get(self.with_lengths, self.with_lengths)
         self._model.set_attn_implementation(self._assigned(reads_lengths))
 
     @contextmanager
     def without_lengths(self) -> Iterator[None]:
-        """Within the block, use the usual attention: for inputs with a mask, with a cache, or without documents."""
+        """Within the block, use the usual attention, for inputs with a mask, with a cache, or without lengths."""
         reads_lengths = self.reads_lengths
         self.use(lengths=False)
         try:

@@ -1,12 +1,12 @@
-"""What a vision-language model has beside a language model: more inputs, and parts that can be trained.
+"""The parts and inputs of a vision-language model that a language model does not have.
 
 The processor of a family repeats a placeholder token in the text for each feature of an image. The backbone runs the
 vision tower, and replaces the embeddings of the placeholders by the features, in the order of the flattened rows.
 Some families (Qwen-VL, GLM-V, …) rotate by positions of several axes, such as time, height and width.
 
-transformers says which module of the backbone is the language model and which one is the tower. The projector is what
-else the backbone has; if there is nothing else, it is the last part of the tower: the modules that end in a matrix
-with the width of the language model (Qwen-VL's mergers).
+transformers knows which module of the backbone is the language model and which one is the tower. All other parts of
+the backbone are the projector. If there are none, the projector is the last part of the tower: the modules that end
+in a matrix with the width of the language model (Qwen-VL's mergers).
 
 B rows, S columns per row, A axes of positions.
 """
@@ -28,9 +28,9 @@ from stillhouse.models.layer_hooks import hooked
 from stillhouse.models.lm_head import input_embedding
 from stillhouse.models.model_checks import typename
 
-#: the name of the positions of several axes, [B, S, A], among the inputs of a micro-batch
+#: the name, in a micro-batch's inputs, of the positions in several axes [B, S, A]
 AXES = "axis_position_ids"
-#: the names of the kinds of tokens, [B, S], as processors return them: 0 for text
+#: the names under which processors return the kinds of tokens, [B, S]; the kind of text is 0
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 #: the name of the decoder's argument with the tensors of images and other media
 MEDIA_ARGUMENT = "images"
@@ -38,8 +38,8 @@ LANGUAGE, PROJECTOR, VISION = "language", "projector", "vision"
 
 
 def train_parts(decoder: Any, parts: Collection[str]) -> None:
-    """Freeze the parameters of all parts of a `Decoder` that are not among `parts`. Raises ValueError if it has no
-    such part.
+    """Freeze the parameters of a `Decoder`'s parts that are not in `parts`. Raises ValueError for a part in `parts`
+    that the decoder does not have.
     """
     beside = beside_language_model(decoder)
     tower = next((part for part in beside.values() if part is decoder.pretrained.get_encoder(modality="image")), None)
@@ -81,8 +81,8 @@ def beside_language_model(decoder: Any) -> dict[str, Any]:
 
 
 def require_language_alone(parts: Collection[str]) -> None:
-    """Raise ValueError if tower or projector are to be trained, and no document for training has an image: then only
-    the optimizer's weight decay would change them.
+    """Raise ValueError if tower or projector shall be trained. To be called if no document for training has an image:
+    then only the optimizer's weight decay would change these parts.
     """
     if any(part != LANGUAGE for part in parts):
         raise ValueError(
@@ -93,8 +93,8 @@ def require_language_alone(parts: Collection[str]) -> None:
 
 @contextmanager
 def image_weights_reached(decoder: Any) -> Iterator[None]:
-    """Within the block, embeddings of tokens give gradients of 0 to the trained weights of towers and projectors: a
-    micro-batch without images does not run the vision tower, but under FSDP, all processes must run the backward of
+    """Within the block, embeddings of tokens give gradients of 0 to the trained weights of towers and projectors. A
+    micro-batch without images does not run the vision tower. But under FSDP, all processes must run the backward of
     the same layers, and sum the gradients of the same weights.
     """
     if (embedding := input_embedding(decoder.pretrained)) is None or not torch.is_grad_enabled():
@@ -115,7 +115,7 @@ def _parameters(parts: Iterable[nn.Module | nn.Parameter]) -> list[nn.Parameter]
 
 
 def _last_parts(tower: nn.Module, width: int) -> list[nn.Module]:
-    """Return the parts of a tower that end in a matrix with this number of rows, and no convolution or embedding."""
+    """Return the parts of a tower whose last matrix has this number of rows, without convolutions and embeddings."""
     single: list[nn.Module] = []
     for child in tower.children():
         parts = list(child.modules())
@@ -154,16 +154,16 @@ def model_media(model: PreTrainedModel, backbone: nn.Module, images: Mapping[str
 
 
 def read_token_inputs(backbone: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs without the kinds of tokens that the backbone's forward does not name: a processor returns
-    them also for families in which only the positions depend on them.
+    """Return the inputs without kinds of tokens that are no arguments of the backbone's forward. Processors also
+    return these kinds for families in which only the positions depend on them.
     """
     named = inspect.signature(backbone.forward).parameters
     return {name: value for name, value in inputs.items() if name not in TOKEN_TYPES or name in named}
 
 
 def model_positions(position_ids_BS: Tensor, axes_BSA: Tensor | None, *, separates: bool) -> Tensor:
-    """Return the positions that the backbone gets: [B, S], or with several axes [A, B, S], or [1 + A, B, S] if it
-    separates documents by the text positions.
+    """Return the positions that the backbone gets: [B, S], or [A, B, S] for several axes. If the backbone separates
+    documents by the text positions, they come first: [1 + A, B, S].
     """
     if axes_BSA is None:
         return position_ids_BS
@@ -174,7 +174,7 @@ def model_positions(position_ids_BS: Tensor, axes_BSA: Tensor | None, *, separat
 
 
 def placeholder_mask(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor | None:
-    """Return which tokens stand for features of images, bool [B, S]; None if neither ids nor kinds say it."""
+    """Return which tokens stand for features of images, bool [B, S]. It is None without ids and kinds of tokens."""
     ids_BS = inputs.get("input_ids")
     marks = [inputs[name] != 0 for name in TOKEN_TYPES if inputs.get(name) is not None]
     marks += [] if ids_BS is None else [ids_BS == number for number in placeholder_ids(model)]
@@ -182,7 +182,7 @@ def placeholder_mask(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tenso
 
 
 def padded_with_text(ids_BS: Tensor, is_placeholder_BS: Tensor, is_padding_BS: Tensor) -> Tensor:
-    """Return the token ids with the first token that is no placeholder in place of padding that is one."""
+    """Return the token ids, where padding that is a placeholder is replaced by the first token that is not one."""
     ids_T, is_text_T = ids_BS.flatten(), ~is_placeholder_BS.flatten()
     first = is_text_T.int().argmax()
     return torch.where(is_padding_BS & is_placeholder_BS, ids_T[first], ids_BS)

@@ -1,7 +1,7 @@
-"""The files in a model's folder that have its weights: transformers' choice, for every loader. And their hash.
+"""Finds the files with weights in a model's folder, as transformers does, for every loader. Also hashes them.
 
-A folder may have other safetensors files, which are not read: shards of an earlier download, the file that an index
-has replaced, or variants such as model.fp16.safetensors.
+A folder may have other safetensors files, which are not read: shards of an earlier download, a file that was replaced
+by an index, or variants such as model.fp16.safetensors.
 """
 
 import hashlib
@@ -24,27 +24,27 @@ SAFETENSORS, INDEX = ".safetensors", ".safetensors.index.json"
 EXPECTED = "expected the name of a safetensors file of the same folder; nothing else is read"
 #: files up to this total size are hashed completely
 WHOLE_BYTES = 2**30
-#: for larger weights: the number of evenly spaced samples of each tensor, and the bytes of a sample
+#: for files beyond this size: the number of evenly spaced samples of each tensor, and the bytes of a sample
 _SAMPLES, _SAMPLE_BYTES = 32, 4096
 _NUMBERS = range(_SAMPLES)
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the files with the weights of a model's folder, which may be missing, in transformers' order.
+    """Return the files with the weights of a model's folder, sorted by name. Files may be missing.
 
-    They are what `transformers_weights` in config.json names, a file or an index; otherwise model.safetensors;
-    otherwise the files that model.safetensors.index.json names; otherwise none. Raises ValueError for names of other
-    files than safetensors files in the folder.
+    If config.json has `transformers_weights`, it names the file or an index of the files. Otherwise, it is
+    model.safetensors if this file exists, or else the files in model.safetensors.index.json. Raises ValueError for
+    names of files that are not safetensors files in the folder.
     """
     return [Path(folder) / name for name in sorted(set(_placed(Path(folder)).values()))]
 
 
 def tensor_files(folder: str | os.PathLike[str], *, partial: bool = False) -> dict[str, Path]:
-    """Return the file of each tensor in a model's folder, by the tensor's name; empty for a folder without weights.
+    """Return the file of each tensor in a model's folder, by the tensor's name. Without weights, it is empty.
 
-    partial: files that the index names may be missing; their tensors are those that the index places there.
-    Raises ValueError, naming the file, for one that is missing or damaged, and for one without a tensor that the
-    index places there.
+    partial: whether files in the index may be missing; the index then decides which tensors they have.
+    Raises ValueError, naming the file, for a file that is missing or damaged, and for a file without a tensor that
+    the index places there.
     """
     tensors_of, files = defaultdict[str, set[str]](set), dict[str, Path]()
     for tensor, name in _placed(Path(folder)).items():
@@ -77,8 +77,8 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def require_index(index: str, content: dict[str, Any]) -> dict[str, str]:
-    """Return the file of each tensor in an index, which is empty if there is none. Raises ValueError for other files
-    than safetensors files in the index's folder.
+    """Return the file of each tensor in an index. content: the index, empty if there is none. Raises ValueError for
+    files that are not safetensors files in the index's folder.
     """
     if content and not isinstance(content.get("metadata"), dict):
         raise ValueError(f"{index} has no object 'metadata', which transformers needs: expected it, at least as {{}}")
@@ -102,7 +102,7 @@ def named_weights(folder: str, config: dict[str, Any]) -> str | None:
 
 
 def json_object(name: str | os.PathLike[str], file: str, revision: str | None = None) -> dict[str, Any]:
-    """Return a JSON file of a folder or hub id; empty if there is none. Raise ValueError if it is no JSON object."""
+    """Return a JSON file of a folder or hub id, or {} without such a file. Raises ValueError for other JSON."""
     what = f"model '{escaped(os.fspath(name))}' cannot be read: its {file}"
     try:
         path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
@@ -118,7 +118,7 @@ def json_object(name: str | os.PathLike[str], file: str, revision: str | None = 
 
 
 def _placed(folder: Path) -> dict[str, str]:
-    """Return the name of the file of each tensor that the index names; for a file without an index, under ""."""
+    """Return the file of each tensor in the index. Without an index, the only file has the key ""."""
     shown = escaped(os.fspath(folder))
     name = named_weights(shown, json_object(folder, CONFIG_NAME))
     if name is None:
@@ -140,7 +140,7 @@ def model_fingerprint(folder: str | os.PathLike[str]) -> str:
     patterns = ["config.json", "*.safetensors.index.json"]
     if config.is_file() and b"auto_map" in config.read_bytes():
         patterns.append("*.py")
-    weights = (path for path in weight_files(root) if path.is_file())  # whoever reads them refuses a missing file
+    weights = (path for path in weight_files(root) if path.is_file())  # loaders refuse missing files
     paths = sorted({path for pattern in patterns for path in root.glob(pattern)}.union(weights))
     is_small = sum(path.stat().st_size for path in paths) <= WHOLE_BYTES
     for path in paths:
@@ -170,7 +170,7 @@ def _ranges(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
     file.seek(0)
-    # the samples of pieces of this length cover the header completely
+    # pieces of this length are sampled completely, so the samples cover the header
     step = _SAMPLES * _SAMPLE_BYTES
     yield from ((first, min(first + step, header_stop)) for first in range(0, header_stop, step))
     yield from ranges

@@ -1,14 +1,14 @@
 """Finds out whether the layers of a backbone can run in different pipeline stages.
 
-A stage runs the code of the whole backbone, masks and position embeddings included, but only its own layers. A later
-stage continues with the hidden states that it has received where the model's first layer would run. This is right
-only if no layer reads anything else that another stage computes.
+A stage runs the code of the whole backbone, including masks and position embeddings, but only the layers of this
+stage. On a later stage, the received hidden states replace the input of the model's first layer. This is correct
+only if no layer reads any other value that another stage computes.
 
-Two runs of the backbone, whose layers are replaced by recorders, prove it: one with token ids, as on the first stage,
-and one with hidden states and without the parts of other stages, as on the later stages. The backbone must pass the
-output of each layer to the next one. All other arguments of the layers must be the same in both runs, and must not
+Two runs of the backbone prove this. Recorders replace the layers. The first run gets token ids, as on the first
+stage. The second run gets hidden states and lacks the parts of other stages, as on later stages. The backbone must
+pass each layer's output to the next layer. All other arguments of the layers must be equal in both runs, and must not
 depend on embeddings or on other layers. Both runs are without the parts beside the language model, such as a vision
-tower, which only the first stage has; these parts have a proof of their own.
+tower, which only the first stage has. Another proof covers these parts.
 
 B rows, S columns, D width.
 """
@@ -41,12 +41,12 @@ IDS_BS = torch.arange(3, 15).view(3, 4)
 
 @dataclass(frozen=True)
 class BackboneCut:
-    """The parts of a backbone, by their names in it.
+    """The names of a backbone's parts.
 
-    first, last: parts with weights that run before the first layer, beside the embedding, and after the last layer.
-    beside: parts beside the language model that only the first stage has: vision towers and projectors.
-    returns_tuple: whether the backbone reads a layer's output as a tuple that begins with the hidden states.
-    states: by the number of a layer: the earlier layer whose keys and values it reads.
+    first: the parts with weights that run before the first layer, except the embedding. last: the parts with weights
+    that run after the last layer. beside: the parts beside the language model, vision towers and projectors; only the
+    first stage has them. returns_tuple: whether the backbone reads a layer's output as a tuple that begins with the
+    hidden states. states: for layers that read the keys and values of an earlier layer, the numbers of both layers.
     """
 
     embedding: str
@@ -59,7 +59,7 @@ class BackboneCut:
 
 
 class AbsentLayer(PassThrough):
-    """Replaces a layer of another stage. The backbone may read the layer's plain attributes, such as its kind."""
+    """Replaces a layer of another stage. It has the layer's plain attributes, which the backbone may read."""
 
     def __init__(self, layer: nn.Module, returns_tuple: bool):
         super().__init__()
@@ -94,7 +94,7 @@ def is_cuttable(config: PreTrainedConfig) -> bool:
 
 def continue_with_received(backbone: nn.Module, first_layer: nn.Module) -> None:
     """Let the first layer of a backbone, or its `AbsentLayer`, read the `inputs_embeds` of the backbone unchanged. A
-    forward with token ids (on a last stage that has the embedding) does not change.
+    forward with token ids does not change; it can occur on a last stage that has the embedding.
     """
     received: list[Tensor | None] = []
 
@@ -142,7 +142,7 @@ def cut_backbone(config: PreTrainedConfig, name: str, returns_tuple: bool) -> Ba
     run.require_chain(output, decoder.width)
     states: dict[int, int] = {}
     named = [named for arguments in run.arguments for named in arguments.items()]
-    # layers can keep states for later layers in a dict that they get
+    # layers can keep states for later layers in a dict that the backbone passes to them
     if keys := {key for key, value in named if isinstance(value, MutableMapping) and not value}:
         if (shared := ModelFacts(config).shared_states) is None:
             raise DependenceError(f"the layers of {name} share states in {name_list(keys)}: {UNCUT}")
@@ -182,7 +182,7 @@ def remove_part(backbone: nn.Module, path: str) -> None:
 
 
 class _AbsentEmbedding(nn.Module):
-    """Replaces an embedding of positions, whose output is added to that of the token embedding."""
+    """Replaces an embedding of positions by zeros. The model adds its output to the token embedding's output."""
 
     def __init__(self, embedding: Any):
         super().__init__()
@@ -235,16 +235,16 @@ def _replace_weights(decoder: Decoder, layers: str, run: "RecordedRun") -> None:
 
 
 class DependenceError(ValueError):
-    """A layer needs something that another stage has or computes."""
+    """A layer needs a part or a value that another stage has or computes."""
 
 
 @dataclass
 class RecordedRun:
-    """What a backbone passes to its layers in a run.
+    """The values that a backbone passes to its layers in a run.
 
-    inputs: by layer, the hidden states. arguments: by layer, all other arguments. outputs: by layer, random values.
-    events: the numbers of layers and the names of parts with weights, in the order in which they ran.
-    embeddings: the outputs of embeddings.
+    inputs: the hidden states that each layer gets. arguments: all other arguments of each layer. outputs: the random
+    values that each recorder returns. events: the numbers of layers and the names of other parts, in the order in
+    which they ran. embeddings: the outputs of embeddings.
     """
 
     name: str
@@ -256,7 +256,7 @@ class RecordedRun:
     embeddings: list[Tensor] = field(default_factory=list)
 
     def require_chain(self, output: Tensor, width: int) -> None:
-        """Raise ValueError unless the layers ran in order, and each one read only the output of the one before."""
+        """Raise ValueError unless the layers ran in order, and each layer read only the previous layer's output."""
         numbers = [event for event in self.events if isinstance(event, int)]
         if numbers != list(range(len(numbers))) or not numbers:
             raise ValueError(f"{self.name} runs its layers in the order {numbers}: {UNCUT}")
@@ -281,7 +281,7 @@ class RecordedRun:
             raise DependenceError(f"{self.name} reads more than its last layer's output after the layers: {UNCUT}")
 
     def parts(self, decoder: Decoder, embedding: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the `first` and the `last` parts (`BackboneCut`). embedding: the token embedding's name"""
+        """Return the parts `first` and `last` of a `BackboneCut`. embedding: the token embedding's name"""
         places = [place for place, event in enumerate(self.events) if isinstance(event, int)]
         before, after = (
             dict.fromkeys(str(event) for event in events if event != embedding)
@@ -328,8 +328,8 @@ class _LayerRecorder(AbsentLayer):
         run.inputs.append(hidden_BSD)
         run.arguments.append(named)
         run.outputs.append(output)
-        # the clone, because some backbones add to it in place; the tuple's second element stands for anything that a
-        # layer could hand to the next one
+        # a clone, because some backbones add to the output in place. The tuple's second element stands for any value
+        # that a layer could pass to the next layer
         return (output.clone(), torch.zeros((), requires_grad=True)) if self.returns_tuple else output.clone()
 
 
@@ -337,7 +337,7 @@ class _RandomEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, run: RecordedRun):
         super().__init__()
         self.run = run
-        # some backbones read the row of padding; all rows share one number, which transformers cannot initialise
+        # some backbones read the padding token's row. All rows share one number, so transformers cannot initialise it
         weight: Any = torch.zeros((), dtype=embedding.weight.dtype).expand(embedding.weight.shape)
         weight._is_hf_initialized = True
         self.weight = weight
@@ -346,7 +346,7 @@ class _RandomEmbedding(nn.Module):
         ids = _embedding_ids(arguments, options)
         random = torch.rand(*ids.shape, self.weight.shape[1], dtype=self.weight.dtype)
         self.run.embeddings.append(random.requires_grad_())
-        return self.run.embeddings[-1].clone()  # some backbones scale it in place
+        return self.run.embeddings[-1].clone()  # some backbones scale this output in place
 
 
 def _children_of_language_model(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
@@ -356,7 +356,7 @@ def _children_of_language_model(decoder: Decoder) -> Iterator[tuple[str, nn.Modu
 
 
 def _embedding_ids(arguments: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
-    """Return the integers among the arguments of an embedding, which may also get a mask."""
+    """Return the tensor of integers among the arguments of an embedding, which may also get a mask."""
     return next(tensor for tensor in _tensors([*arguments, options]) if tensor.dtype == torch.int64)
 
 

@@ -1,4 +1,4 @@
-"""Builds a runner: plans the stages, then builds, cuts, distributes and loads each model."""
+"""Builds a runner: plans the pipeline stages, then builds, cuts, distributes and loads each model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,9 +47,9 @@ def build_runner(
     *,
     teacher_head_only: bool = False,
 ) -> Runner:
-    """Build this process's runner.
+    """Build the runner of this process.
 
-    teacher_head_only: build only the teacher's head, because the teacher's layers have a separate layout.
+    teacher_head_only: whether to build only the teacher's head, because its layers have a separate layout.
     Raises ValueError for a model that does not fit the layout, ProofError for damaged weights.
     """
     is_base, scheme = student_source.teacher_is_base, SCHEMES[layout.schedule]
@@ -78,7 +78,7 @@ def build_runner(
 
 
 def only_layers(build: Callable[[], Decoder]) -> Decoder:
-    """Build a frozen teacher without its head. Raises ValueError as `require_cuttable` does."""
+    """Build a frozen teacher without its head. Raises ValueError if `require_cuttable` raises it."""
     decoder = build()
     cut = require_cuttable(decoder.config)
     keep_layers(decoder, cut, range(len(decoder.layers())), first=True, last=False, norm=True)
@@ -98,14 +98,14 @@ def only_head(build: Callable[[], Decoder]) -> Decoder:
 
 
 class _Received(BaseModelOutput):
-    """The output of a backbone without layers. What a family adds to its output is absent."""
+    """The output of a backbone without layers. All further fields that a family reads from the output are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 def _remove_all(module: nn.Module, embedding: nn.Module) -> None:
-    """Remove the parts of a backbone. The modules around the embedding stay, where transformers looks for it."""
+    """Remove the parts of a backbone. Modules around the embedding stay, so that transformers finds the embedding."""
     for name, _ in list(module.named_parameters(recurse=False)):
         delattr(module, name)
         setattr(module, name, torch.empty(0))  # transformers initializes it together with the buffers
@@ -117,7 +117,7 @@ def _remove_all(module: nn.Module, embedding: nn.Module) -> None:
 
 
 def load_head(source: ModelSource, layout: Layout, mesh: Mesh) -> Decoder:
-    """Build and load a frozen teacher's head, sharded as a student's head under torch's layout."""
+    """Build and load the head of a frozen teacher, which is sharded like the student's head of the torch engine."""
     decoder = only_head(source.build).requires_grad_(False).eval()
     apply_parallelism(decoder, replace(layout, gather_dtype=None), mesh)
     assert source.load_weights is not None
@@ -129,9 +129,9 @@ def _build(
     layout: Layout, student_source: ModelSource, teacher_source: ModelSource | None
 ) -> tuple[Decoder, Decoder | None]:
     student, teacher = student_source.build(), None if teacher_source is None else teacher_source.build()
-    # a rule of the configuration, too; parity builds layouts that the configuration does not have
+    # the configuration has this rule, too, but parity builds layouts that do not come from the configuration
     if student.mtp is not None and layout.stages > 1 and SCHEMES[layout.schedule].splits_backward:
-        # torch (2.13) runs backward twice through the graph that the depths share; the first run frees its buffers
+        # torch (2.13) runs backward twice through the graph that the depths share; the first run frees the buffers
         raise ValueError(
             f"schedule {layout.schedule} with multi-token prediction: torch cannot split the backward of its stage "
             "into input and weights; expected schedule gpipe, 1f1b or interleaved"
@@ -151,8 +151,8 @@ def _build(
 def _plan_stages(
     layout: Layout, student: Decoder, teacher: Decoder | None, teacher_in_stages: Decoder | None
 ) -> StagePlan:
-    """teacher: may have only a head. teacher_in_stages: the model whose layers run as the teacher's layers; it is the
-    student if the teacher is the student without its adapter.
+    """Plan the stages. teacher: the teacher model, perhaps only its head. teacher_in_stages: the model whose layers
+    run as the teacher's layers. It is the student if the teacher is the student without its adapter.
     """
     cut, teacher_cut = require_cuttable(student.config), None if teacher is None else require_cuttable(teacher.config)
     stages = split(layout.stages, cost_of(student, 3), None if teacher is None else cost_of(teacher, 1))
@@ -165,7 +165,7 @@ def _plan_stages(
     require_pairs(student, [replace(stage, teacher=stage.student) for stage in stages] if is_base else stages)
 
     def hidden_size(decoder: Decoder, residual_dtype: torch.dtype | None) -> HiddenSize:
-        # hidden states have the dtype of the embedding's weight, because the layers add to the embedding's output
+        # the layers add to the embedding's output, so hidden states have the dtype of the embedding's weight
         return HiddenSize(decoder.width, residual_dtype or decoder.pretrained.get_input_embeddings().weight.dtype)
 
     teacher_residual = layout.residual_dtype if is_base else None
@@ -193,12 +193,12 @@ def _distributed(
     pair = TeacherStudentPair(
         student, teacher, teacher_is_base=student_source.teacher_is_base, keep_gathered=layout.stages > 1
     )
-    # each process loads another shard, so an error may occur on one process only
+    # each process loads different shards, so an error may occur on one process only
     with mesh.ranks.all_raise(ProofError):
         for decoder, source in ((student, student_source), (teacher, teacher_source)):
             if decoder is None or source is None:
                 continue
-            # without values: a plan counts the operations of the layers as they are written
+            # a dry run, whose weights have no values, counts the operations of layers that are not compiled
             compiles, offload = layout.compile and source.has_values, layout.offload or source.offload
             model_layout = replace(layout, compile=compiles, offload=offload)
             if decoder is not student:

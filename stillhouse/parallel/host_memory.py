@@ -1,6 +1,6 @@
-"""Frozen weights of a model or of a teacher's head: in host memory, and on the device only while they are used.
+"""Keeps frozen weights, of a model or of a teacher's head, in host memory. They are on the device only during use.
 
-V rows of the vocabulary on this process, E a teacher's width.
+V rows of the vocabulary on this process, E width of a teacher.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from stillhouse.objective import OutputHead
 
 
 def pin_weights(model: nn.Module, device: torch.device) -> None:
-    """Pin a model's weights in host memory if `device` is a GPU that will get copies: only a copy from pinned memory
-    has the full speed of the bus and runs without this process waiting for it.
+    """Pin a model's weights in host memory if `device` is a GPU. Only a copy from pinned memory has the full speed of
+    the bus, and only such a copy runs while this process continues.
     """
     if device.type != "cuda":
         return
@@ -60,7 +60,7 @@ class WaitingWeights:
 
 @dataclass(frozen=True)
 class BufferedHead:
-    """A decoder's head in host memory; `opened` copies it to the device. name: the teacher's name"""
+    """A decoder's head in host memory. `opened` copies the head to the device. name: the teacher's name"""
 
     name: str
     decoder: Decoder
@@ -75,18 +75,18 @@ class BufferedHead:
 
 
 class HeadBuffers:
-    """Buffers on a device for weights [V, E] in host memory. Weights with equal shape and dtype that are not used at
-    the same time share a buffer.
+    """Buffers on a device for weights [V, E] in host memory. Weights of equal shape and dtype share a buffer if they
+    are not used at the same time.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
-        #: the buffers that are not used now, with the names of the weights in them; None: no weight
+        #: the buffers that are not in use, each with the name of the weight in it, or None if it has no weight
         self._free: list[tuple[str | None, Tensor]] = []
 
     @contextmanager
     def holding(self, name: str, weight_VE: Tensor) -> Iterator[Tensor]:
-        """Yield a buffer with this weight. If a buffer has a weight of this name already, nothing is copied."""
+        """Yield a buffer with this weight. If a buffer already has the weight with this name, nothing is copied."""
         kind, held = (weight_VE.shape, weight_VE.dtype), None
         fitting = [at for at, (_, buffer) in enumerate(self._free) if kind == (buffer.shape, buffer.dtype)]
         if fitting:
@@ -97,7 +97,7 @@ class HeadBuffers:
         try:
             if held != name:
                 held = None
-                # a weight that is not pinned would make a copy for which this process waits in any case
+                # if a weight is not pinned, this process waits for the copy in any case
                 buffer.copy_(weight_VE.detach(), non_blocking=weight_VE.is_pinned())
                 held = name
             yield buffer

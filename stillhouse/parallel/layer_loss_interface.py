@@ -17,21 +17,21 @@ class LayerLoss:
     """The loss of one micro-batch on one stage. Its gradient is added in the backward of the layer."""
 
     def during_teacher(self, teacher: Decoder) -> AbstractContextManager[None]:
-        """The context in which the teacher's layers on this stage run."""
+        """Return the context in which the teacher's layers on this stage run."""
         return nullcontext()
 
     def during_student(self) -> AbstractContextManager[None]:
-        """The context in which the student's layers on this stage run."""
+        """Return the context in which the student's layers on this stage run."""
         return nullcontext()
 
     def losses(self) -> list[tuple[str, Tensor]]:
-        """Return names and values after the student's forward. A value is an unscaled sum over target tokens."""
+        """Return names and values, after the student's forward. A value is an unscaled sum over target tokens."""
         return []
 
 
 @dataclass(frozen=True)
 class HookedLoss(LayerLoss):
-    """A loss that hooks compute. loss: the inputs of the hooks, which write their results into its dict `losses`"""
+    """A loss that hooks compute. loss: the inputs of the hooks, and a dict `losses` for their results"""
 
     module: LayerLossModule
     loss: Any
@@ -47,7 +47,7 @@ class LayerLosses(Protocol):
     """Creates the `LayerLoss` of each micro-batch on a stage."""
 
     def student_inputs(self, micro_batch: MicroBatch, student: Decoder) -> Mapping[str, Tensor]:
-        """Additional arguments of the forward of `student`, which is the student's part on this stage."""
+        """Return additional arguments for the forward of `student`, the student's part on this stage."""
         return {}
 
     def start(self, micro_batch: MicroBatch, student: Decoder, normalizer: float) -> LayerLoss:
@@ -57,7 +57,7 @@ class LayerLosses(Protocol):
 
 @dataclass(frozen=True)
 class MtpLayersRun(LayerLosses):
-    """Runs the student's MTP layers on the stage with the head, and adds no loss. next_tokens: the next token ids"""
+    """Runs the student's MTP layers on the stage with the head, without a loss. next_tokens: appends the next ids"""
 
     next_tokens: NextTokens
 

@@ -1,6 +1,6 @@
 """The processes of a run as meshes: the degrees of a layout, this process's coordinates, and its process groups.
 
-The axes, from slowest to fastest, are pipeline, replicate, fsdp, context, tensor. So the ranks that communicate most
+From slowest to fastest, the axes are pipeline, replicate, fsdp, context and tensor. So ranks that communicate a lot
 are neighbours. The experts of a layer are distributed over neighbouring ranks of the last three axes.
 """
 
@@ -57,13 +57,14 @@ class Degrees:
 class Mesh:
     """The first `degrees.processes` ranks of the job as device meshes.
 
-    A mesh of one process has no process groups and no device meshes; all its coordinates are 0. Without
-    `single_process`, the constructor is a collective of all ranks of the job, also of those that are not in the mesh.
+    A mesh of one process has no process groups and no device meshes, and all its coordinates are 0. Without
+    `single_process`, the constructor is a collective of all ranks of the job, including ranks outside the mesh.
 
-    weights, experts, tokens: meshes with the axes (pipeline, replicate, shard, tensor) of the weights, (pipeline,
-        replicate, shard, expert) of the experts' weights, and (pipeline, data, context, tensor) of the tokens.
-    ranks: all processes of the mesh. reverse_pipeline: a second group along the pipeline axis, because a rank may
-        issue the messages of different groups in another order; None if this axis has size 1.
+    weights: the mesh of the weights, with the axes (pipeline, replicate, shard, tensor).
+    experts: the mesh of the experts' weights, with the axes (pipeline, replicate, shard, expert).
+    tokens: the mesh of the tokens, with the axes (pipeline, data, context, tensor). ranks: all processes of the mesh.
+    reverse_pipeline: a second group along the pipeline axis, for messages to earlier stages; None if the axis has
+        size 1. With two groups, ranks may issue the messages of both directions in different orders.
     """
 
     weights: DeviceMesh
@@ -80,7 +81,7 @@ class Mesh:
             self.ranks = Ranks(None, device)
             return
         pipeline, replicate, shard, tensor = degrees.pipeline, degrees.replicate, degrees.shard, degrees.tensor
-        # new groups do not inherit the timeout of the default group (torch 2.13). A group without messages has none
+        # new groups do not inherit the default group's timeout (torch 2.13). A group without messages has no timeout
         options = _get_default_group()._get_backend(device).options
         self._timeout: timedelta | None = None if options is None else options._timeout
         self.weights = self._grid(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
@@ -88,8 +89,8 @@ class Mesh:
         self.experts = self._grid(pipeline=pipeline, replicate=replicate, shard=rest, expert=degrees.experts)
         self.tokens = self._grid(pipeline=pipeline, data=degrees.data, context=degrees.context, tensor=tensor)
         self.ranks = Ranks(dist.new_group(list(range(degrees.processes)), timeout=self._timeout), device)
-        # every process creates the groups of all pipelines, because all members have to use the same name for a
-        # group, which torch (2.13) names by the number of groups that the process has created so far
+        # every process creates the groups of all pipelines: torch (2.13) names a group by the number of groups that
+        # the process has created so far, and all members of a group must use the same name
         for ranks in self.tokens.mesh.flatten(1).T.tolist() if pipeline > 1 else []:
             group = dist.new_group(ranks, self._timeout)
             if dist.get_rank() in ranks:

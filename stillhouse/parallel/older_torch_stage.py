@@ -11,8 +11,8 @@ from torch.distributed.pipelining import PipelineStage
 
 
 class StageWithConstants(PipelineStage):
-    """A stage whose last inputs and outputs may be constants, which are tensors without a gradient. Their meta
-    tensors in `input_args` and `output_args` require no gradient.
+    """A stage whose last inputs and outputs may be constants, that is, tensors without a gradient. The meta tensors
+    of constants in `input_args` and `output_args` require no gradient.
     """
 
     def __init__(self, *arguments: Any, **named: Any):
@@ -31,7 +31,7 @@ class StageWithConstants(PipelineStage):
         self._mark_constants(mb_index)
 
     def _mark_constants(self, number: int) -> None:
-        """Set requires_grad=False on received constants, because torch 2.11 sets True on every received tensor."""
+        """Set requires_grad=False for received constants, because torch 2.11 sets True for every received tensor."""
         if self.is_first:
             return
         for info, requires in zip(self.args_recv_info[number], self.input_requires, strict=True):
@@ -46,7 +46,7 @@ class StageWithConstants(PipelineStage):
         received = super()._create_grad_recv_info(act_send_info)
         if not self.is_last:
             for info in self._differentiable(received, inverse=True):
-                info.buffer = None  # nothing is received into it
+                info.buffer = None  # this stage receives no gradient of a constant
         return received
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
@@ -78,6 +78,6 @@ class StageWithConstants(PipelineStage):
         return [message for message in super()._get_init_p2p_neighbors_ops() if message.group_peer != self.group_rank]
 
     def _differentiable(self, values: Any, *, inverse: bool = False) -> tuple[Any, ...]:
-        """Select the outputs (or their gradients) that require a gradient; with `inverse`, all other outputs."""
+        """Return the outputs (or their gradients) that require a gradient, or with `inverse`, all other outputs."""
         pairs = zip(values, self.output_requires, strict=True)
         return tuple(value for value, requires in pairs if requires != inverse)

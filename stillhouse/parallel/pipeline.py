@@ -4,7 +4,7 @@ A stage has some layers of both models, and sends the hidden states of both mode
 The teacher's hidden states have no gradient. The last stage has the heads, and runs the output processor as without a
 pipeline. Every rank has all micro-batches, and finds a micro-batch by its number.
 
-B rows, S tokens per row of a micro-batch; D, E widths of student and teacher.
+B rows, S tokens per row of a micro-batch; D width of the student, E width of the teacher.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,10 +32,10 @@ from stillhouse.parallel.teacher_student_pair import InStage, StageInputs, Stage
 
 
 class Pipeline:
-    """The stages of this rank and their schedule. pairs: by stage number.
+    """The stages of this rank and their schedule. pairs: the models of each stage, by the stage's number.
 
-    If the last stage trains a copy of the embedding, both gradients are set to their sum after each step, so that
-    embedding and copy stay equal.
+    If the last stage trains a copy of the embedding, the gradients of embedding and copy are both set to their sum
+    after each step. So embedding and copy stay equal.
     """
 
     def __init__(self, pairs: dict[int, TeacherStudentPair], scheme: Scheme, plan: StagePlan, mesh: Mesh):
@@ -46,22 +46,23 @@ class Pipeline:
         self.count = self.ranks * scheme.per_rank
         self.stages = {number: _Stage(number, self.count, pair) for number, pair in pairs.items()}
         if mesh.is_sharded:
-            # `_Stage` has no weights of its own, but it must be an FSDP module: otherwise torch's schedule would not
-            # keep gathered weights, and would reduce gradients more than once per step
+            # `_Stage` itself has no weights, but it must be an FSDP module: otherwise torch's schedule would not keep
+            # gathered weights, and would reduce gradients more than once per step
             for stage in self.stages.values():
                 fully_shard(stage, mesh=mesh.sharding(mesh.weights))
         self.scheme, self.plan, self.device = scheme, plan, mesh.device
         self.group, self.reverse_group = group, reverse_group
-        # FSDP moves a stage's inputs to the device, and would wait for each number that is in host memory
+        # FSDP moves a stage's inputs to the device; it would wait for each micro-batch number that is in host memory
         self._device_of_numbers = mesh.device if mesh.is_sharded else torch.device("cpu")
         self._schedule_key: tuple[Any, ...] = ()
         self._schedule: Any = None
 
     def forward_backward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:
         """Add the gradients of the micro-batches' losses to the parameters, and return the results of this rank's
-        stages, stage by stage. Only those of the last stage have an output.
+        stages, stage by stage. Only the results of the last stage have an output.
 
-        All micro-batches must have the same shape. Raises ValueError if the schedule does not support their number.
+        All micro-batches must have the same shape. Raises ValueError for a number of micro-batches that the schedule
+        does not support.
         """
         numbers = torch.arange(len(inputs), device=self._device_of_numbers)
         first = (numbers,) if 0 in self.stages else ()
@@ -76,10 +77,10 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:
-        """Run micro-batches of any number and shapes without gradients, and return the results of the last stage, if
-        it is on this rank. Torch's schedules are not used, because ZBV cannot run without backward (torch 2.13).
+        """Run any number of micro-batches of any shapes without gradients. Returns the results of the last stage if
+        this rank has it. Torch's schedules are not used, because ZBV cannot run without backward (torch 2.13).
         """
-        outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # only of stages whose next stage is on this rank
+        outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # only for stages whose next stage is on this rank
         sends: list[tuple[Any, Tensor]] = []  # a tensor must stay alive until its message is complete
         with self._running(inputs) as in_stage:
             for number, stage in sorted(self.stages.items()):
@@ -108,19 +109,20 @@ class Pipeline:
 
     @contextmanager
     def _running(self, inputs: Sequence[StageInputs]) -> Iterator[bool]:
-        """Give a step's inputs to the stages, and yield whether a teacher runs in the stages. The inputs are not an
-        argument of a stage: torch 2.11 takes all of these for tensors.
+        """Give a step's inputs to the stages, and yield whether a teacher runs in the stages. The inputs are no
+        argument of a stage's forward, because torch 2.11 expects that all of its arguments are tensors.
         """
         markers = [signal for batch in inputs for signal in batch.signals.values() if isinstance(signal, InStage)]
         assert len(markers) in (0, len(inputs)), "a teacher in the stages for only some of the micro-batches"
         for stage in self.stages.values():
             stage.inputs, stage.results = inputs, []
-        yield bool(markers)
-        for stage in self.stages.values():
-            stage.inputs, stage.results = (), []
+        try:
+            yield bool(markers)
+        finally:
+            for stage in self.stages.values():
+                stage.inputs, stage.results = (), []
 
     def _sum_embedding_gradient(self) -> None:
-        """Set the gradients of the first stage's embedding and of its copy on the last stage to their sum."""
         first, last = 0, self.scheme.rank_of(self.count - 1, self.ranks)
         if self.rank not in (first, last):
             return
@@ -147,7 +149,7 @@ class Pipeline:
 
     @property
     def embedding_copy(self) -> Tensor | None:
-        """The last stage's trained copy of the first stage's embedding; None if this rank has no such copy."""
+        """The last stage's trained copy of the embedding. It is None if this rank has no such copy."""
         if not (self.plan.copies_embedding and self.count - 1 in self.stages):
             return None
         student = self.stages[self.count - 1].pair.student
@@ -160,14 +162,14 @@ class Pipeline:
         return self.group if source < target else self.reverse_group
 
     def _schedule_for(self, inputs: Sequence[StageInputs], *, with_teacher: bool) -> Any:
-        """Return torch's schedule for these shapes, because a schedule has fixed message shapes."""
+        """Return torch's schedule for these shapes. A schedule's messages have fixed shapes."""
         shapes = {batch.micro_batch.shape_BS for batch in inputs}
         assert len(shapes) == 1, f"micro-batches of different shapes in one step: {shapes}"
         (shape_BS,) = shapes
         key = (len(inputs), shape_BS, with_teacher)
         if key != self._schedule_key:
             hidden = self._hidden(shape_BS, torch.device("meta"), with_teacher=with_teacher)
-            hidden[0].requires_grad_()  # the student's
+            hidden[0].requires_grad_()  # the student's hidden states
             number_input = torch.empty(1, dtype=torch.int64, device="meta")
             loss = torch.empty(1, device="meta", requires_grad=True)
             stage_class = PipelineStage if is_at_least("torch", "2.13") else StageWithConstants
@@ -193,7 +195,7 @@ class Pipeline:
 class _Stage(nn.Module):
     """Adapts a pair to torch's schedules, which pass received hidden states and the micro-batch's number.
 
-    inputs: of the step, by the micro-batch's number. results: of the micro-batches that the stage has run.
+    inputs: the inputs of the step's micro-batches. results: the results of the micro-batches that have run.
     """
 
     def __init__(self, number: int, count: int, pair: TeacherStudentPair):
@@ -205,7 +207,7 @@ class _Stage(nn.Module):
 
     def forward(self, *received: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
         index = len(self.results)  # every schedule runs a stage's micro-batches in order
-        if number.device.type == "cpu":  # to read it from a GPU would wait for all work before it
+        if number.device.type == "cpu":  # reading a number on a GPU would wait for all earlier work
             require_next(self.number, index, number)
         result = self.pair(self.inputs[index], *(received if self.number else ()))
         output: Any = result.output if self.is_last else None
@@ -214,12 +216,12 @@ class _Stage(nn.Module):
             # 1-D, because the schedule cannot merge 0-D losses
             return torch.stack([output.loss]) if torch.is_grad_enabled() else ()
         passed = (result.output,) if result.teacher_BSE is None else (result.output, result.teacher_BSE)
-        # a stage whose next stage is on the same rank detaches them in place, which a view does not allow (ZBV)
+        # if the next stage is on the same rank (ZBV), torch detaches these tensors in place, and it detaches no view
         return tuple(hidden if hidden._base is None else hidden.clone() for hidden in passed)
 
 
 @replaceable
 def require_next(stage: int, index: int, number: Tensor) -> None:
-    """Raise RuntimeError if the schedule runs another micro-batch than the next one."""
+    """Raise RuntimeError if the schedule does not run the next micro-batch."""
     if int(number) != index:
         raise RuntimeError(f"stage {stage} runs micro-batch {int(number)}: expected {index}, the next one")

@@ -15,8 +15,8 @@ from stillhouse.parallel import watchdog
 
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-#: the minimum timeout of a collective, because rank 0 may take hours to write a large model. The watchdog finds hung
-#: ranks earlier.
+#: the minimum timeout of a collective: rank 0 may take hours to write a large model. The watchdog finds hung ranks
+#: earlier
 GROUP_SECONDS = 6 * 3600.0
 
 
@@ -25,7 +25,7 @@ def process_count() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's rank on its machine."""
+    """Return the rank of this process among the processes of its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -44,29 +44,29 @@ def is_first() -> bool:
 
 
 def log_rank0(line: str) -> None:
-    """Print a line on rank 0 only. A line may quote a server or a file: it cannot control the terminal."""
+    """Print a line on rank 0 only. Control characters are escaped, because a line may quote a server or a file."""
     if is_first():
         print_escaped(line)
 
 
 def connect_processes(device: torch.device, timeout: float) -> None:
-    """Connect to the other processes that torchrun started. timeout: seconds after which a silent rank is hung"""
+    """Connect to the other processes that torchrun started. timeout: the seconds after which a silent rank is hung"""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         store, rank, processes = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # torchrun's store survives a restart and still has the addresses of dead processes (torch 2.13), so each
-            # attempt gets another prefix. Only on a single machine, all processes have the same restart count.
+            # attempt gets another prefix. All processes have the same restart count only on a single machine.
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         watchdog.watch_ranks(store, rank, processes, timeout)
-        # the watchdog finds a hung rank; a collective may also wait for a long save on rank 0
+        # this timeout is long, because a collective may wait for a save on rank 0; the watchdog finds hung ranks
         limit = timedelta(seconds=max(2 * timeout, GROUP_SECONDS))
         dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=processes, timeout=limit)
 
 
 def start_alone(device: torch.device) -> None:
-    """Make a process group of this process alone, for a library that needs one."""
+    """Create a process group that has only this process, for a library that needs a group."""
     if not dist.is_initialized():
         dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
 
@@ -79,16 +79,16 @@ def wait_for_all() -> None:
 
 @contextmanager
 def temporary_groups(device: torch.device = CPU) -> Iterator[None]:
-    """Destroy the process groups that the block creates, which keep threads (gloo) or memory of the GPU (NCCL). All
-    processes must be ready with them at its end. device: where the block computes.
+    """Destroy the process groups that the block creates. Groups keep threads (gloo) or memory of the GPU (NCCL). At
+    the end of the block, no process may use these groups any more. device: the device on which the block computes.
     """
     before = set(_world.pg_map)
     yield
     wait_for_all()
     for group in [group for group in _world.pg_map if group not in before]:  # in the order of their creation
         dist.destroy_process_group(group)
-    # DTensor would use the destroyed groups for a later mesh of the same ranks: it caches meshes, for each thread.
-    # Backward passes on a GPU run in a thread of their own
+    # DTensor caches meshes in each thread, so it would use the destroyed groups for a later mesh of the same ranks.
+    # Backward passes on a GPU run in a separate thread
     _clear_sharding_prop_cache()
     ended = torch.zeros((), device=device, requires_grad=True)
     ended.register_hook(lambda _: _clear_sharding_prop_cache())
@@ -106,8 +106,8 @@ def destroy_process_group() -> None:
 def choose_device(name: str) -> torch.device:
     """Return the device with this name: auto, cpu, mps, cuda or cuda:N.
 
-    auto: a CUDA device, else Apple's GPU (MPS, for a single process), else the CPU. Raises ValueError for a device
-    that this machine does not have, or that several processes cannot share.
+    "auto" is a CUDA device, else Apple's GPU (MPS, for a single process), else the CPU. Raises ValueError for a
+    device that this machine does not have, or that several processes cannot share.
     """
     if name == "auto":
         has_mps = torch.backends.mps.is_available() and process_count() == 1
@@ -126,7 +126,7 @@ def choose_device(name: str) -> torch.device:
         device = torch.device("cuda", local_rank())
     if device.index >= (count := torch.cuda.device_count()):
         raise ValueError(f"got {name}, but this machine has {count} CUDA devices: expected auto or cpu")
-    # float32 convolutions, which vision towers have, in full precision: by default, torch rounds them to TF32
+    # compute the float32 convolutions of vision towers in full precision; by default, torch rounds them to TF32
     torch.backends.cudnn.allow_tf32 = False
     return device
 
@@ -138,7 +138,7 @@ def best_precision(device: torch.device) -> str:
 
 
 def use_deterministic_algorithms() -> None:
-    """For the rest of this process, let torch raise an error for an algorithm that may give other bits again."""
-    # cuBLAS reads it before its first product; torch requires it
+    """For the rest of this process, let torch raise an error for an algorithm that may not repeat its bits."""
+    # torch requires this variable, and cuBLAS reads it before its first product
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

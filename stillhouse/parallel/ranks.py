@@ -18,7 +18,7 @@ from stillhouse.config import ConfigError
 from stillhouse.dry_run import replaceable
 from stillhouse.parallel.host_memory import copied_to
 
-#: in `Ranks.exchange`: bytes of a content's length, and of its first part. The metrics of a step fit into it
+#: in `Ranks.exchange`: the bytes of a content's length, and of its first part. A step's metrics fit into this part
 LENGTH_BYTES, FIRST_BYTES = 8, 1016
 _SECONDS_BETWEEN_LOOKS = 0.02
 
@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 
 
 class Ranks:
-    """The processes of a group; a single process has no group. All methods except `share` are collectives of the
+    """The processes of a group. A single process has no group. All methods except `share` are collectives of the
     group. Values must be representable in JSON.
     """
 
@@ -35,7 +35,7 @@ class Ranks:
 
     @classmethod
     def all_of_job(cls, device: torch.device) -> "Ranks":
-        """Return all processes of the job; they must be connected already."""
+        """Return all processes of the job, which must be connected already."""
         return cls(dist.group.WORLD if dist.is_initialized() else None, device)
 
     @property
@@ -63,7 +63,7 @@ class Ranks:
     @replaceable
     def exchange(self, content: bytes) -> list[bytes]:
         """Return the contents of all processes of a group, by rank. The first message has the length and the first
-        bytes of a content; there is a second one only for more bytes.
+        bytes of a content. There is a second message only if a content is longer.
         """
         header = len(content).to_bytes(LENGTH_BYTES, "little")
         texts = self.exchange_padded(header + content[:FIRST_BYTES], LENGTH_BYTES + FIRST_BYTES).numpy()
@@ -75,7 +75,7 @@ class Ranks:
         return [text[LENGTH_BYTES:end].tobytes() for text, end in zip(texts, ends, strict=True)]
 
     def exchange_padded(self, content: bytes, longest: int) -> Tensor:
-        """Return the contents of all processes [ranks, longest] in host memory. It waits for the device once."""
+        """Return the contents of all processes [ranks, longest] in host memory. This waits for the device once."""
         encoded = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)
         sent = copied_to(encoded, self.device)
         texts = sent.new_empty(self.size, longest)
@@ -83,7 +83,7 @@ class Ranks:
         return texts.cpu()
 
     def from_first(self, value: Any) -> Any:
-        """Return the first process's value on all processes; the values of all other processes are ignored."""
+        """Return the first process's value on all processes. The values of all other processes are ignored."""
         if self.group is None:
             return value
         content = json.dumps(value).encode() if self.is_first else b""
@@ -104,7 +104,7 @@ class Ranks:
         return total.to(values.device)
 
     def largest(self, number: int) -> int:
-        """Return the largest number of all processes, by an all-reduce of one integer."""
+        """Return the largest number of all processes. This is an all-reduce of one integer."""
         if self.group is None:
             return number
         numbers = torch.tensor(number, device=self.device)
@@ -119,9 +119,9 @@ class Ranks:
     def all_raise(self, *kinds: type[BaseException]) -> Iterator[list[Any]]:
         """If the block raises an error of one of these kinds on any process, raise it on all processes.
 
-        Without this, the other processes would wait for the failed process in their next collective. If several
-        processes fail, the kind that comes first in `kinds` decides, then the lowest rank. Yields a list to which the
-        block may add results; after the block, it has the results of all processes, by rank.
+        Otherwise, the other processes would wait for the failed process in their next collective. If several
+        processes fail, the error is chosen by the order of `kinds`, then by the lowest rank. Yields a list to which
+        the block may add results. After the block, the list has the results of all processes, by rank.
         """
         results: list[Any] = []
         if self.size == 1:
@@ -144,8 +144,8 @@ class Ranks:
 
     @contextmanager
     def shared(self, *kinds: type[BaseException]) -> Iterator["Shared"]:
-        """Give all processes the value that the first one has at the end of the block, or raise its error on all of
-        them if it is of one of these kinds. The block of the others must not communicate.
+        """Give all processes the value that the first process has at the end of the block. If the block of the first
+        process raises an error of these kinds, raise it on all processes. The other blocks must not communicate.
         """
         shared = Shared()
         if self.size == 1:
@@ -172,7 +172,7 @@ class Shared:
     value: Any = None
 
 
-#: only this process, also in a job of several processes
+#: this process alone, even if the job has several processes
 ONE_PROCESS = Ranks(None, torch.device("cpu"))
 
 
@@ -187,12 +187,12 @@ def _encoded(error: BaseException, kinds: Sequence[type[BaseException]]) -> list
 
 
 class EarlyMessages:
-    """Messages to the first rank while the main threads of all ranks compute, through the job's store. A message that
-    is not received in time is lost, so they may only tell earlier what a later collective tells anyway.
+    """Sends messages to the first rank through the job's store, while the ranks' main threads compute. A message that
+    is not received in time is lost. So a later collective must send the content of each message again.
     """
 
     def __init__(self) -> None:
-        # the main thread blocks the group's own connection while it waits for an answer
+        # a separate connection, because the main thread blocks the group's connection while it waits for an answer
         self._store: Store = _get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs lack it (2.13)
 
     def send(self, box: str, value: Any) -> None:
@@ -203,9 +203,10 @@ class EarlyMessages:
     @contextmanager
     def received(self, box: str, count: int, put: Callable[[Any], object]) -> Iterator[None]:
         """On the first rank: call `put` with each message that arrives, in another thread, until the block ends.
-        Unless it raises an error, the block must end with a collective that all ranks enter after their messages.
+        A block without an error must end with a collective that all ranks enter after they have sent their messages.
 
-        count: the number of messages; later ones are lost. box: may be used once. A ValueError of `put` is ignored.
+        count: the number of messages; later messages are lost. box: a name that is used only once. A ValueError that
+        `put` raises is ignored.
         """
         stopped, left = threading.Event(), list(range(1, count + 1))
 
@@ -219,7 +220,7 @@ class EarlyMessages:
                     self._store.delete_key(f"{box}/{left.pop(0)}")
                     with suppress(ValueError):
                         put(value)
-            except RuntimeError:  # torch's DistNetworkError, DistStoreError; the next collective fails, too
+            except RuntimeError:  # torch's DistNetworkError, DistStoreError: the next collective will fail, too
                 return
 
         thread = threading.Thread(target=receive_all, name="early messages", daemon=True)

@@ -22,8 +22,8 @@ ONE = Degrees()
 class Scheme:
     """A pipeline schedule, and the assignment of stages to ranks.
 
-    per_rank: the number of stages on each rank. in_v: whether they are assigned in increasing, then in decreasing
-        order: rank 0 has the first and the last one.
+    per_rank: the number of stages on each rank. in_v: whether stages are assigned to ranks in increasing and then in
+        decreasing order, so that rank 0 has the first and the last stage.
     splits_backward: whether a stage computes the gradients of its input and of its weights at different times.
     """
 
@@ -56,9 +56,9 @@ class Layout:
 
     schedule: the pipeline's schedule, a key of `SCHEMES`. gather_dtype (student only), offload: see `apply_fsdp`.
     residual_dtype (student only): see `apply_residual_dtype`. compile: whether the layers are compiled.
-    autocast: the dtype of the student's matrix products; None: that of its weights.
-    sequence, recompute, options (for engines that have them): whether tensor ranks share the tokens between the
-        matrix products, whether the engine computes layers again in backward, and settings by the engine's own names.
+    autocast: the dtype of the student's matrix products, or None for the dtype of its weights.
+    For engines that have them: sequence: whether tensor ranks divide the tokens between the matrix products.
+        recompute: whether the engine recomputes layers in backward. options: settings by the engine's own names.
     """
 
     degrees: Degrees = ONE
@@ -78,7 +78,7 @@ class Layout:
 
     @property
     def changes_results(self) -> bool:
-        """Whether a model runs other operations than the model that was loaded."""
+        """Whether a model computes with other operations or dtypes than the model that was loaded."""
         return self.compile or self.residual_dtype is not None
 
     @property
@@ -89,6 +89,6 @@ class Layout:
 
     @property
     def last_rank(self) -> int:
-        """The pipeline coordinate of the rank with the last stage."""
+        """The pipeline coordinate of the rank that has the last stage."""
         pipeline = self.degrees.pipeline
         return SCHEMES[self.schedule].rank_of(self.stages - 1, pipeline) if pipeline > 1 else 0

@@ -8,7 +8,6 @@ norm = runner.clip(1.0)
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,15 +15,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.dry_run import replaceable
 from stillhouse.models import Decoder, initialize_lora
-from stillhouse.models.dtensors import gathered_tensor, local
-from stillhouse.parallel.gradients import gradient_norm, reduce_partial_grads
+from stillhouse.models.dtensors import gathered_tensor
+from stillhouse.parallel.gradients import add_up_gradients, gradient_norm, reduce_partial_grads, scale_gradients
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import Pipeline
 from stillhouse.parallel.ranks import Ranks
@@ -33,10 +31,10 @@ from stillhouse.parallel.teacher_student_pair import DecoderHead, StageInputs, S
 
 
 class ShardedMicroBatches(list[MicroBatch]):
-    """This process's micro-batches of a step, on its device. A context rank has only its columns of the sequences.
+    """The micro-batches of this process in a step, on its device. A context rank has only its columns of sequences.
 
     all_ranks: all micro-batches of the step, with full sequences. uniform_shapes: see `padded_shapes`.
-    on_cpu: the same micro-batches in host memory, which can be read without waiting for the device. None: `parts`.
+    on_cpu: the same micro-batches in host memory, where reading does not wait for the device; by default `parts`.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ def shard_micro_batches(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: b
 def padded_shapes(
     shapes_BS: Sequence[tuple[int, int]], degrees: Degrees, *, uniform_shapes: bool = False
 ) -> list[tuple[int, int]]:
-    """Return the padded shapes of a step's micro-batches and of the repeated ones, before context ranks share them.
+    """Return the padded shapes of a step's micro-batches, including repeated ones, before context ranks divide them.
 
     uniform_shapes: all micro-batches get one shape, and the number of micro-batches per data rank becomes a multiple
         of the number of pipeline ranks. The pipeline schedules require both.
@@ -86,8 +84,10 @@ def padded_shapes(
 
 @dataclass(frozen=True)
 class StageWeight:
-    """A tensor of the full student, of which the ranks of a pipeline stage have shards. empty: on the meta device.
-    gather: returns it on the student's device; a collective of the ranks with its shards.
+    """A tensor of the full student. The ranks of a pipeline stage have shards of the tensor.
+
+    empty: a tensor of the same shape and dtype on the meta device. gather: returns the full tensor on the student's
+    device; a collective of the ranks that have shards.
     """
 
     empty: Tensor
@@ -97,9 +97,9 @@ class StageWeight:
 class DistributedStudent(Protocol):
     """A student that is distributed over the processes of a mesh, with the teacher in its stages if there is one.
 
-    decoders: the student; under a pipeline, its stages on this rank.
-    teacher: the teacher in the student's stages; under a pipeline, its part on this rank's first stage.
-    teacher_head: the teacher's head, on ranks with the student's last stage (`has_last_stage`).
+    decoders: the student; under a pipeline, the student's stages on this rank.
+    teacher: the teacher in the student's stages; under a pipeline, the teacher's part on this rank's first stage.
+    teacher_head: the teacher's head, on ranks that have the student's last stage (`has_last_stage`).
     """
 
     layout: Layout
@@ -136,12 +136,14 @@ class DistributedStudent(Protocol):
             initialize_lora(student, seed, fresh=fresh)
 
     def stage_weights(self) -> dict[str, StageWeight]:
-        """Return the tensors of this rank's pipeline stages, by their names in the full model. May be a collective of
-        all ranks. The ranks of a stage get the same names, and gather tensors in one order.
+        """Return the tensors of this rank's pipeline stages, by their names in the full model. The call may be a
+        collective of all ranks. All ranks of a stage get the same names, and gather the tensors in the same order.
         """
 
     def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:
-        """Return the output processor's result for each micro-batch, without gradients; [] without the last stage."""
+        """Return the output processor's result for each micro-batch, without gradients. On a rank without the last
+        stage, the list is empty.
+        """
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         """Return this process's share of the micro-batches of a training step, or of an evaluation."""
@@ -192,7 +194,7 @@ class Runner(DistributedStudent):
             return results
 
     def one_by_one(self, inputs: Sequence[StageInputs]) -> Iterator[tuple[TeacherStudentPair, StageInputs]]:
-        """Yield the pair and the inputs of each micro-batch, without a pipeline. The caller runs the passes. With
+        """Without a pipeline: yield the pair and the inputs of each micro-batch. The caller runs the passes. With
         HSDP, the backward of the last micro-batch all-reduces the gradients that each replica has accumulated.
         """
         pair = self.pairs[0]
@@ -202,8 +204,9 @@ class Runner(DistributedStudent):
             yield pair, batch
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the student's parameters on this rank. A tied head on another stage than the embedding has the head's
-        name (see `shared_name`). A copy of the embedding for MTP layers on the last stage has the embedding's name.
+        """Yield the student's parameters on this rank. If a tied head and the embedding are on different stages, the
+        head's weight has the head's name (see `shared_name`). A copy of the embedding for MTP layers on the last
+        stage has the embedding's name.
         """
         for student in self.decoders:
             yield from student.named_parameters()
@@ -225,8 +228,8 @@ class Runner(DistributedStudent):
 
     @replaceable
     def clip(self, limit: float) -> Tensor:
-        """Scale the gradient down to a norm of at most `limit` (0: do not scale). Returns the norm of the global
-        gradient before, the same on every rank.
+        """Scale the gradient down to a norm of at most `limit`; a limit of 0 does not scale. Returns the norm of the
+        unscaled global gradient, which is the same on every rank.
         """
         held = reduce_partial_grads(parameter for _, parameter in self.named_parameters())
         degrees = self.layout.degrees
@@ -235,28 +238,18 @@ class Runner(DistributedStudent):
         counted = [parameter for parameter in held if parameter is not copy]
         norm = gradient_norm(counted, degrees.processes // degrees.pipeline, self.ranks)
         if limit:
-            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
-            for gradient in (local(parameter.grad) for parameter in held):
-                by_dtype[gradient.dtype].append(gradient)
-            for dtype, gradients in by_dtype.items():
-                torch._foreach_mul_(gradients, factor.to(dtype))
+            scale_gradients(held, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     @contextmanager
     def gradients_summed(self) -> Iterator[None]:
-        """Sum over tensor ranks the gradients that the block adds to the parameters that need it."""
+        """Sum the gradients that the block adds to `summed_over_tensor_ranks` over the tensor ranks."""
         before = [parameter.grad for parameter in self.summed_over_tensor_ranks]
         for parameter in self.summed_over_tensor_ranks:
             parameter.grad = None
         yield
-        present = [parameter.grad for parameter in self.summed_over_tensor_ranks if parameter.grad is not None]
-        if gradients := [local(gradient) for gradient in present]:
-            # one all-reduce in float32, on the device; the gradients may be in host memory
-            total = torch.cat([gradient.flatten().to(self.device, torch.float32) for gradient in gradients])
-            dist.all_reduce(total, group=self.mesh.weights.get_group("tensor"))
-            parts = zip(total.split([gradient.numel() for gradient in gradients]), gradients, strict=True)
-            torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in parts])
+        if self.summed_over_tensor_ranks:
+            add_up_gradients(self.summed_over_tensor_ranks, self.mesh.weights.get_group("tensor"), self.device)
         for parameter, gradient in zip(self.summed_over_tensor_ranks, before, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad

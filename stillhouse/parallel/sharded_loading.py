@@ -1,7 +1,7 @@
-"""Reads weights from safetensors files into a distributed model. A process has only its own shards in memory.
+"""Reads weights from safetensors files into a distributed model. Each process has only its shards in memory.
 
-decoder = empty_decoder(folder)           the full model on the meta device: shapes, no memory
-…                                         cut it into stages, shard it
+decoder = empty_decoder(folder)           the full model on the meta device, which has shapes but no memory
+…                                         cut the model into stages, shard it
 load_weights(decoder, folder, device)     allocate memory for this process's shards, read them from the files
 """
 
@@ -44,14 +44,14 @@ COMPARED_ELEMENTS = 2**24
 class ModelSource:
     """Builds a model and loads its weights.
 
-    build: returns the full model, with weights or on the meta device; called once for each stage on this process.
-    load_weights: loads the weights of the distributed model; None if `build` returns a model with weights.
+    build: returns the full model, with weights or on the meta device. It is called once for each stage of a process.
+    load_weights: loads the weights of the distributed model. It is None if `build` returns a model with weights.
     teacher_is_base: whether the teacher is this student without its adapter.
-    offload: keep FSDP's shards of this model in host memory between uses, even if the layout does not offload.
+    offload: whether FSDP keeps the shards of this model in host memory between uses, even if the layout does not.
     name: the model's name in errors.
     is_proven: whether `build` returns a full model that has already been proven, for example by `Decoder`.
-    without_noise: whether `build` removes dropout and routers' noise, which a runner has to prove.
-    has_values: whether the weights have values. Those of a dry run have none, so nothing can be proven of them.
+    without_noise: whether `build` removes dropout and routers' noise; then their absence must be proven.
+    has_values: whether the weights have values. In a dry run they have none, so the model cannot be proven.
     """
 
     build: Callable[[], Decoder]
@@ -84,9 +84,9 @@ def empty_decoder(
     """Return a decoder with a folder's configuration on the meta device.
 
     dtype: None or "auto" for the saved dtype. packing, activations: see `Decoder`. multimodal: see `auto_class`.
-    weights: the folder from which the weights will be read; "" for this folder, None if they are in no files. Weights
-        that differ there are not tied, whatever the configuration says (see `match_tied_flag`).
-    Raises ValueError for a model that cannot be constructed, needs its own code, or is quantized.
+    weights: the folder from which the weights will be read; "" for this folder, None if no file has them. Two weights
+        with different values in the files are not tied, even if the configuration ties them (see `match_tied_flag`).
+    Raises ValueError for a model that cannot be constructed, needs code from its folder, or is quantized.
     """
     require_safe_files(folder)
     config = read_configuration(folder)
@@ -112,8 +112,9 @@ def empty_decoder(
 def load_weights(
     decoder: Decoder, folder: str | os.PathLike[str], device: torch.device, *, offload: bool = False
 ) -> None:
-    """Allocate the memory of a decoder on the meta device, which may have been cut and sharded, and read its weights
-    from a folder. offload: parameters go to host memory, buffers to the device. Raises ValueError as `read_weights`.
+    """Allocate the memory of a decoder on the meta device, which may be cut and sharded, and read its weights from a
+    folder. offload: keep parameters in host memory, and only buffers on the device. Raises the errors of
+    `read_weights`.
     """
     allocate(decoder, device, offload=offload)
     read_weights(decoder, folder)
@@ -122,12 +123,12 @@ def load_weights(
 def read_weights(
     decoder: Decoder, folder: str | os.PathLike[str], prefix: str = "", renamed: Callable[[str], str] | None = None
 ) -> None:
-    """Read weights from a folder into the allocated memory of a decoder. Raises ValueError if the folder lacks one.
-    Stacked weights of experts may be stored as a tensor per expert.
+    """Read weights from a folder into the allocated memory of a decoder. Raises ValueError if one is missing there.
+    The files may have the stacked weights of experts as one tensor per expert.
 
     prefix: read only the tensors whose names in the decoder begin with this prefix.
-    renamed: for the folder of another model, whose vocabulary may have another size: maps a tensor's name in the
-        decoder's own files to its name in this folder.
+    renamed: maps a tensor's name in the decoder's own files to its name in this folder, which has another model. That
+        model may have another size of vocabulary.
     """
     state = decoder.state_dict()
     is_head = {*state} <= {decoder.embedding_name, HEAD_WEIGHT, HEAD_BIAS}
@@ -144,7 +145,7 @@ def read_weights(
         is_initialised = is_lora(name) or name.partition(".")[0] in decoder.layer_losses or is_new_mtp
         if is_initialised or not name.startswith(prefix):
             continue
-        # first the other names: a folder with only the files of a head may lack the embedding's
+        # first the names of tied weights: a folder with only the files of a head may lack the embedding's file
         aliases = [*(alias for alias, other in shared.items() if other == name), name]
         candidates = [candidate for alias in aliases for candidate in checkpoint_names(decoder, alias)]
         wanted = checkpoint_names(decoder, name)[0]
@@ -161,7 +162,7 @@ def read_weights(
                 stored_parts = [names.get(part) or part for part in stored_parts]
                 _read_rows(expert, slices, value.shape[1:], stored_parts, files, False)
         elif (converted := names.converted(wanted, lambda stored: read_tensor(files[stored], stored))) is not None:
-            if converted.shape != value.shape:  # a stored part is missing; `copy_` would broadcast
+            if converted.shape != value.shape:  # a stored part is missing, and `copy_` would broadcast the others
                 raise ValueError(
                     f"{folder}: '{wanted}' is made of stored tensors and has the shape "
                     f"{list(converted.shape)}: expected {list(value.shape)}"
@@ -178,9 +179,9 @@ def read_weights(
 def _read_rows(
     shard: Tensor, slices: list[slice], shape: torch.Size, parts: list[str], files: dict[str, Path], is_padded: bool
 ) -> None:
-    """Read this process's `shard` of a global tensor. slices, shape: the shard's place, and the global shape. parts:
-    the names of the stored tensors that together have the rows of the global tensor, in order. is_padded: whether the
-    number of stored rows may differ by padding rows; missing rows become zero.
+    """Read this process's `shard` of a global tensor. slices: the place of the shard. shape: the global shape. parts:
+    the names of the stored tensors that together have the global tensor's rows, in order. is_padded: whether the
+    files may have more or fewer rows of padding; missing rows become zero.
     """
     rows, *columns = slices or [slice(0)]
     above = 0  # the number of rows in the previous parts
@@ -216,7 +217,7 @@ def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -
 
 
 def _untie(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
-    """Separate tied weights of a model on the meta device that differ in a folder's files, as transformers does."""
+    """Untie the weights of a model on the meta device that differ in a folder's files, as transformers does."""
     ties = model.get_expanded_tied_weights_keys(all_submodels=True)
     files = tensor_files(folder, partial=True) if ties else {}
     names = StoredNames(model, files)
@@ -232,7 +233,10 @@ def _untie(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
 
 
 def _are_equal(places: list[tuple[Path, str]], dtype: torch.dtype) -> bool:
-    """Whether two stored tensors are equal in a dtype; some rows are in memory at a time. places: files and names"""
+    """Whether two stored tensors are equal in a dtype. Only some of their rows are in memory at a time.
+
+    places: for each tensor, its file and its name.
+    """
     with ExitStack() as opened:
         opened.enter_context(reading(f"{places[0][0]} and {places[1][0]}: their weights cannot be compared"))
         one, other = (opened.enter_context(safe_open(path, framework="pt")).get_slice(name) for path, name in places)

@@ -1,6 +1,6 @@
 """Pipeline stages: decides which layers each stage gets, and removes all other layers from a decoder.
 
-A stage keeps the model's modules and their names. `backbone_cut.py` says which models can be cut, and how.
+A stage keeps the model's modules and their names. `backbone_cut.py` decides which models can be cut, and where.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from stillhouse.parallel.backbone_cut import AbsentLayer, BackboneCut, continue_
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage `number` of `count`. student, teacher: the numbers of their layers on the stage"""
+    """Stage `number` of `count`. student, teacher: the numbers of each model's layers on the stage"""
 
     number: int
     count: int
@@ -46,8 +46,8 @@ class HiddenSize(NamedTuple):
 class StagePlan:
     """Properties of the full models that a pipeline needs after the models have been cut.
 
-    student, teacher: the sizes of the hidden states; teacher=None: no teacher's layers run in the stages.
-    cuts: of the backbones of the student and of the teacher, if there is a teacher model.
+    student, teacher: the sizes of the hidden states. `teacher` is None if no teacher runs in the stages.
+    cuts: the cut of the student's backbone, and that of the teacher's backbone if there is a teacher model.
     tied: whether the student's embedding (first stage) and its head (last stage) are trained as one weight.
     copies_embedding: whether the last stage trains a copy of the embedding, as its tied head or for MTP layers.
     """
@@ -62,7 +62,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Cost:
-    """The multiplications of a forward per token: `layer` for each of `layers` layers, and `head` for the head.
+    """A forward's multiplications per token: `layer` in each of `layers` layers, and `head` in the output head.
 
     passes: 1 if the model runs only forward, 3 if it runs forward and backward.
     """
@@ -85,7 +85,7 @@ def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
         )
     models = [student] if teacher is None else [student, teacher]
     share = sum(model.passes * (model.layers * model.layer + model.head) for model in models) / stages
-    # what the layers of each stage may cost: an equal share of the total; on the last stage, less the heads' cost
+    # the cost that the layers of each stage may have: an equal share of the total, minus the heads on the last stage
     room = [share] * (stages - 1) + [max(0.0, share - sum(model.passes * model.head for model in models))]
     cuts = []
     for layers, least in ((student.layers, 1), (0 if teacher is None else teacher.layers, 0)):
@@ -110,7 +110,7 @@ def cost_of(decoder: Decoder, passes: int) -> Cost:
 
 
 def require_shared_states(name: str, cut: BackboneCut, stages: Sequence[range]) -> None:
-    """Raise ValueError if a layer reads keys and values of a layer of another stage. stages: the layers of each"""
+    """Raise ValueError if a layer reads keys and values of a layer on another stage. stages: each stage's layers"""
     for reader, writer in cut.states.items():
         for number, layers in enumerate(stages, start=1):
             if reader in layers and writer not in layers:
@@ -148,11 +148,11 @@ def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
 def keep_layers(
     decoder: Decoder, cut: BackboneCut, layers: range, *, first: bool, last: bool, norm: bool | None = None
 ) -> None:
-    """Remove the parts of other stages from a decoder. cut: of `require_cuttable`, for its configuration.
+    """Remove the parts of other stages from a decoder. cut: the result of `require_cuttable` for its configuration.
 
-    first: keep the embedding; if False, the decoder reads hidden states. A last stage with MTP layers keeps it, too.
+    first: keep the embedding; if False, the decoder reads hidden states. A last stage with MTP layers also keeps it.
     last: keep the head; if False, the decoder returns hidden states.
-    norm: keep the final norm; None: as `last`.
+    norm: keep the final norm; by default the value of `last`.
     """
     backbone: Any = decoder.backbone
     modules = backbone.get_submodule(cut.layers)

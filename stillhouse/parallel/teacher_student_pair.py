@@ -1,9 +1,9 @@
 """Runs a micro-batch through student and teacher, or through the layers of both models on a pipeline stage.
 
 If the micro-batch has the signal IN_STAGE, the pair runs the teacher, then the student with the teacher's exact
-distribution. Otherwise it runs the student, with the other signal in the context of its output processor.
+distribution. Otherwise the pair runs only the student, and the output processor gets the micro-batch's signals.
 
-B rows, S tokens per row, T = B·S; D, E widths of student and teacher.
+B rows, S tokens per row, T = B·S; D width of the student, E width of the teacher.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class TeacherHead(Protocol):
     """A teacher's output head on this process, with all vocabulary rows or with this process's shard of them."""
 
     def opened(self) -> AbstractContextManager[OutputHead]:
-        """Return a context that yields the head. It is open only while the student's loss is computed."""
+        """Return a context that yields the head. The context is open only while the student's loss is computed."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class DecoderHead:
 
     @contextmanager
     def opened(self) -> Iterator[OutputHead]:
-        # an untied head has its own FSDP group; a tied head is in the root's group
+        # FSDP has a separate group for an untied head; a tied head is in the root's group
         modules = (self.decoder.head, self.decoder)
         group = next((module for module in modules if isinstance(module, FSDPModule)), None)
         if group is not None:
@@ -96,9 +96,10 @@ class TeacherHidden(Signal):
 class StageInputs:
     """The inputs of a stage for one micro-batch, without the hidden states of the previous stage.
 
-    signals: by the teachers' names. processor: the student's output processor; its context is `DistillTargets`.
-    losses: inside the student's layers. normalizer: the number of target tokens of the step.
-    autocast: the dtype of the student's matrix products; None: the weights' dtype. Another teacher model ignores it.
+    signals: the signals by the teachers' names. processor: the student's output processor; its context is
+    `DistillTargets`. losses: the losses inside the student's layers. normalizer: the number of target tokens of the
+    step. autocast: the dtype of the student's matrix products, or None for the weights' dtype; a separate teacher
+    model does not use it.
     """
 
     micro_batch: MicroBatch
@@ -114,7 +115,7 @@ class StageResults:
     """The results of a stage for one micro-batch.
 
     output: the processor's result; on a stage without the student's head, the student's hidden states [B, S, D].
-    teacher_BSE: the teacher's hidden states if the teacher ran. losses: names and values of those inside the layers.
+    teacher_BSE: the teacher's hidden states if the teacher ran. losses: the names and values of the layers' losses.
     """
 
     output: Any
@@ -164,7 +165,7 @@ class TeacherStudentPair(nn.Module):
                 for loss in losses:
                     running.enter_context(loss.during_teacher(self._teacher_layers))
                 dtype = inputs.autocast if self.teacher_is_base else None
-                teacher_BSE = self.teacher_forward(micro_batch, teacher_BSE, dtype=dtype)
+                teacher_BSE = self._teacher_forward(micro_batch, teacher_BSE, dtype)
         # only the last stage has the heads
         if in_stage is not None and self.student.has_head:
             assert teacher_BSE is not None
@@ -182,11 +183,11 @@ class TeacherStudentPair(nn.Module):
             output = self.student(**arguments, processor=inputs.processor, context=context)
         return StageResults(output, teacher_BSE, [named for loss in losses for named in loss.losses()])
 
-    def teacher_forward(
-        self, micro_batch: MicroBatch, hidden_BSE: Tensor | None = None, *, dtype: torch.dtype | None = None
+    def _teacher_forward(
+        self, micro_batch: MicroBatch, hidden_BSE: Tensor | None, dtype: torch.dtype | None
     ) -> Tensor:
-        """Return the teacher's hidden states after its layers on this stage; on the last stage, after its final norm
-        and in the student's rows. dtype: the autocast dtype if the teacher is the student without its adapter.
+        """Return the teacher's hidden states after its layers on this stage. On the last stage, they are also after
+        the final norm, and in the student's rows. dtype: the autocast dtype; None for a separate teacher model.
         """
         teacher, device = self._teacher_layers, micro_batch.input_ids_BS.device
         inputs = model_inputs(micro_batch.as_read_by_teacher, hidden_BSE)
@@ -215,7 +216,7 @@ def distill_targets(micro_batch: MicroBatch, signals: Signals) -> DistillTargets
 
 
 def model_inputs(micro_batch: MicroBatch, hidden: Tensor | None) -> dict[str, Any]:
-    """Return the arguments of a decoder's forward; the previous stage's hidden states replace ids and media."""
+    """Return the arguments of a decoder's forward. Hidden states of the previous stage replace ids and media."""
     inputs = {**micro_batch.inputs, "is_padding": micro_batch.is_padding_BS, "lengths": micro_batch.lengths}
     if hidden is None:
         return {**inputs, MEDIA_ARGUMENT: micro_batch.media}

@@ -1,14 +1,15 @@
 """Ends a job in which a rank hangs, and names that rank.
 
 If a rank hangs (a stopped process, a dead machine, a file system that does not answer), all other ranks wait in a
-collective without any message. So a thread of each rank publishes this rank's heartbeats, with the phase of its main
-thread, in the job's store, and reads those of all other ranks. Another thread checks them, and ends the process if
+collective without any message. So one thread of each rank publishes heartbeats, with the phase of the rank's main
+thread, in the job's store. It also reads the heartbeats of all other ranks. A second thread checks these heartbeats.
+It ends the process if
 
   - a rank has sent no heartbeat for `seconds`, or the store has not answered for `seconds`;
   - this process's main thread has made no progress for `seconds` in a timed phase (`enter`, `progress`).
 
-The second thread never accesses the store, because the store may be on the rank that hangs. All ranks go through
-the same phases in the same order, so the number of a rank's phase shows how far the rank is.
+The second thread never accesses the store, because the store may be on the rank that hangs. All ranks have the same
+phases in the same order, so the number of a rank's phase shows how far this rank has come.
 """
 
 import atexit
@@ -25,9 +26,9 @@ from torch.distributed import Store
 
 from stillhouse.process import end_process, error_line
 
-#: the number of heartbeats of a rank within `seconds`, and the longest interval between two heartbeats
+#: the number of a rank's heartbeats within `seconds`, and the longest interval between two heartbeats in seconds
 BEATS, MAX_SECONDS_BETWEEN = 10, 15.0
-#: one rank prints an error at once; all other ranks wait for this time before they print it
+#: one rank prints an error at once. All other ranks wait for this time before they print the error
 SECONDS_FOR_FIRST = 10.0
 FAILED = 1
 
@@ -69,7 +70,7 @@ def progress() -> None:
 
 @contextmanager
 def nested(phase: str, *, timed: bool = True) -> Iterator[None]:
-    """A phase within another one, which goes on after it. timed: see `enter`."""
+    """Within the block, the main thread is in another phase; then the previous one continues. timed: see `enter`."""
     before = None if _watchdog is None else _watchdog.state
     enter(phase, timed=timed)
     try:
@@ -81,11 +82,11 @@ def nested(phase: str, *, timed: bool = True) -> Iterator[None]:
 
 @dataclass
 class Peer:
-    """The latest information of this process about a rank.
+    """The latest information that this process has about a rank.
 
-    since: the time, by this process's clock, of the rank's last heartbeat; for this process itself, of its last
-    progress. beat: the number of the last heartbeat. number: the number of phases that the rank has entered.
-    begun: the number of micro-batches that it has begun in the current phase.
+    since: the time of the rank's last heartbeat, by this process's clock. For this process itself, it is the time of
+    the last progress. beat: the number of the last heartbeat. number: the number of phases that the rank has entered.
+    begun: the number of micro-batches that the rank has begun in the current phase.
     """
 
     since: float
@@ -102,7 +103,7 @@ class Watchdog:
 
     def __init__(self, store: Store, rank: int, ranks: int, seconds: float):
         self.rank, self.ranks, self.seconds = rank, ranks, seconds
-        # the main thread blocks its connection to the store while it waits for an answer
+        # a separate connection, because the main thread blocks its connection while it waits for an answer
         self.store: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it (2.13)
         self._store_answered = now = time.monotonic()
         self.state = Peer(now, phase="the start", process=f"{socket.gethostname()}, process {os.getpid()}")
@@ -117,7 +118,7 @@ class Watchdog:
     def stop(self) -> None:
         self._stopped.set()
         for thread in self._threads:
-            thread.join(self._interval)  # times out where the store does not answer
+            thread.join(self._interval)  # this times out if the store does not answer
 
     def _exchange(self) -> None:
         """Publish and read heartbeats until `stop`, or until the store is lost (`_watch` detects this)."""
@@ -145,7 +146,7 @@ class Watchdog:
         before = time.monotonic()
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
-            # this process was suspended, so all recorded times are too old
+            # after a long interval, this process was suspended, so all recorded times are too old
             if now - before > 3 * self._interval:
                 self._store_answered = now
                 for peer in (self.state, *self._peers.values()):
@@ -155,7 +156,7 @@ class Watchdog:
             if fault is None or self._stopped.is_set():
                 continue
             message, silent = fault
-            # the lowest rank that is not silent prints at once; torchrun usually ends all others before they print
+            # the lowest rank that is not silent prints at once. torchrun usually ends the others before they print
             if self.rank != min(rank for rank in range(self.ranks) if rank not in silent):
                 self._stopped.wait(SECONDS_FOR_FIRST)
             end_process(FAILED, error_line(f"{message}; a run continues from its last checkpoint"))

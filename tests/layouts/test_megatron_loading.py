@@ -22,7 +22,6 @@ pytest.importorskip("megatron.core")
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from operator import attrgetter
 from unittest.mock import patch
 
 from kit.loading_memory import MIB, growth, return_freed_memory
@@ -37,7 +36,7 @@ from stillhouse.megatron import rows
 from stillhouse.megatron.build import prove_chunks
 from stillhouse.megatron.families import FAMILIES
 from stillhouse.megatron.model_config import transformer_config
-from stillhouse.megatron.weights import gather
+from stillhouse.megatron.weights import gather, tensor_of
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
 from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights
@@ -107,7 +106,7 @@ def prove_damaged(rank: Rank, job: tuple[Path, Case, float]) -> str:
         if rank.number == case.processes - 1:
             name = next(name for _, name in chunks.table.shapes if name.endswith("linear_fc2.weight"))
             with torch.no_grad():
-                attrgetter(name)(chunks.models[0])[0] *= factor
+                tensor_of(chunks.models[0], name)[0] *= factor
         return message_of(prove_chunks, chunks, source, mesh)
 
 

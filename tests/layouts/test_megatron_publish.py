@@ -93,7 +93,7 @@ def publish_with_unequal_replicas(rank: Rank, job: PublishJob) -> None:
 def of_folder(case: Case, model: Path) -> MegatronStudent:
     layout = Layout(case.degrees, "interleaved" if case.chunks > 1 else "1f1b")
     mesh = Mesh(case.degrees, torch.device("cpu"))
-    return MegatronStudent(layout, mesh, build_chunks(case, mesh, source(model)))
+    return MegatronStudent(layout, mesh, build_chunks(case, mesh, source(model)), data_parallel={})
 
 
 #: of three rows of the vocabulary each, the fourth tensor rank has only padding

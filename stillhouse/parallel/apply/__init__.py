@@ -39,7 +39,7 @@ def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
             mesh.sharding(mesh.weights),
             experts=experts,
             expert_mesh=mesh.sharding(mesh.experts),
-            # a pipeline's schedule runs backward in parts, and all parts need the gathered weights
+            # a pipeline's schedule splits backward into parts, and all parts need the gathered weights
             reshard_after_forward=layout.stages == 1,
             gather_dtype=layout.gather_dtype,
             offload=layout.offload,
@@ -47,14 +47,14 @@ def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
 
 
 def apply_residual_dtype(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Round the output of a decoder's embedding to this dtype under autocast; it is float32 otherwise.
+    """Round the output of a decoder's embedding to this dtype under autocast. Otherwise, the output would be float32.
 
-    Most families keep this dtype in all layers, so that norms and additions read and write half the bytes. A pipeline
-    stage without the head always sends hidden states of this dtype, because the next stage receives this dtype.
+    In most families, the hidden states then have this dtype in all layers, so norms and additions read and write half
+    the bytes. A pipeline stage without the head always sends this dtype, because the next stage expects it.
     """
 
     def rounded(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        # without autocast, the layers' matrices need hidden states in their dtype
+        # without autocast, the hidden states must have the dtype of the layers' matrices
         return output.to(dtype) if torch.is_autocast_enabled(output.device.type) else output
 
     if (embedding := input_embedding(decoder.pretrained)) is not None:

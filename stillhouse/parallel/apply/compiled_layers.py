@@ -1,11 +1,11 @@
 """Compiles each layer of a decoder with `torch.compile`; the layers of a model share the compiled code.
 
-Only a layer's `forward` is compiled. The hooks of FSDP and of losses inside layers run outside of it. So does
-activation checkpointing, so that backward recomputes a layer by the same compiled code. The names of modules and
-parameters do not change. Generation with a cache of keys and values runs the plain layers.
+Only a layer's `forward` is compiled. The hooks of FSDP and of losses inside layers run outside of the compiled code.
+Activation checkpointing also runs outside, so that backward recomputes a layer by the same compiled code. The names
+of modules and parameters do not change. Generation with a cache of keys and values runs layers without compilation.
 
 Sizes of micro-batches are symbols in the compiled code, except for a size of 1. So a kind of layer needs one graph
-for micro-batches of several rows, and another one for a single row.
+for micro-batches of several rows, and another graph for micro-batches of a single row.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,14 +27,15 @@ Forward = Callable[..., Any]
 
 #: the names of caches among the arguments of layers
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-#: graphs of one function, beyond which torch runs it without compiling. Student and teacher can have the same class
-#: of layers, and need graphs for each kind of layer, for one row and for several, with and without gradients
+#: the largest number of graphs of one function; beyond it, torch runs the function without compiling. Student and
+#: teacher can have the same class of layers. They need graphs for each kind of layer, for one and for several rows,
+#: with and without gradients
 _MOST_GRAPHS = 64
 
 
 def compile_layers(decoder: Decoder, backend: str = "inductor") -> None:
-    """Compile the layers of a decoder's language model, each at its first forward, which raises ProofError if a layer
-    cannot be compiled. To be called when the modules inside the layers are final (adapters), and before FSDP.
+    """Compile the layers of a decoder's language model. A layer is compiled at its first forward, which raises
+    ProofError if that fails. Call this function after adding modules to the layers (adapters), and before FSDP.
 
     backend: see `torch.compile`. Raises ValueError for a decoder with a loss inside its routers.
     """
@@ -50,7 +51,7 @@ def compile_layers(decoder: Decoder, backend: str = "inductor") -> None:
     compiled = {kind: torch.compile(kind.forward, dynamic=True, backend=backend) for kind in kinds}
     for layer in decoder.layers():
         kind = type(layer)
-        # a bound method: a deep copy of a layer binds it to the copy
+        # a bound method, because a deep copy of a layer binds it to the copy
         layer.forward = MethodType(_forward(kind, compiled[kind], _taken_checkpoint(layer)), layer)
 
 
@@ -86,8 +87,8 @@ def _forward(kind: type[nn.Module], compiled: Forward, checkpoint: Forward | Non
 
 
 def _taken_checkpoint(layer: nn.Module) -> Forward | None:
-    """Return transformers' checkpoint function of a layer, and disable its own use of it, which some versions make a
-    part of the compiled code. None: checkpointing is disabled.
+    """Return transformers' checkpoint function of a layer; None if checkpointing is disabled. From now on, the layer
+    itself does not use the function, which would become a part of the compiled code in some versions.
     """
     if not getattr(layer, "gradient_checkpointing", False):
         return None

@@ -1,12 +1,12 @@
 """Context parallelism by Ulysses (Jacobs et al. 2023, arXiv:2309.14509): each rank has a part of every sequence.
 
-Ranks exchange data only inside attention. All-to-alls give a rank, which has all heads for a part of the sequence, a
-part of the heads for the global sequence. Then transformers' attention function runs with the masks of the global
-sequence, including those for packed documents and sliding windows. Another all-to-all restores the distribution.
+Ranks exchange data only inside attention. Before attention, a rank has all heads for its part of the sequence. After
+an all-to-all, it has a part of the heads for the global sequence. Then transformers' attention function runs with the
+masks of the global sequence, for example for packed documents. Another all-to-all restores the distribution.
 
-The part of a vision-language backbone before its language model gets whole sequences on every rank, with all media of
-the micro-batch. Then each rank continues with its columns. So features need not be cut with their placeholders, and
-the ranks' gradients of the tower add up to that of the whole sequences.
+In a vision-language backbone, everything before the language model gets whole sequences on every rank, with all media
+of the micro-batch. Then each rank continues with its columns. So features need not be cut together with their
+placeholders, and the sum of the ranks' gradients of the tower is the gradient of the whole sequences.
 
 B rows, S tokens of the global sequence, H heads, D width of a head.
 """
@@ -39,8 +39,8 @@ _OF_TOKENS = ("input_ids", *TOKEN_TYPES)
 def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 1) -> None:
     """Make a decoder accept this rank's part of each sequence, with the position ids of that part.
 
-    tensor: the degree of tensor parallelism, which divides the same heads. Raises ValueError for a model whose
-    attention does not support this, and for degrees that do not divide the heads.
+    tensor: the degree of tensor parallelism, which also divides the heads. Raises ValueError for a model whose
+    attention does not support context parallelism, and for degrees that do not divide the heads.
     """
     config, ranks = text_config(decoder.config), group.size()
     inner, attention = config._attn_implementation, decoder.packing.attention
@@ -95,7 +95,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
 
 @contextmanager
 def whole_sequences(decoder: Decoder, group: ProcessGroup | None) -> Iterator[None]:
-    """Within the block, a decoder gets whole sequences, as without context parallelism (group=None)."""
+    """Within the block, a decoder gets whole sequences. group: the context ranks, or None without such ranks."""
     attention = decoder.packing.attention
     if group is None:
         yield
@@ -111,9 +111,8 @@ def whole_sequences(decoder: Decoder, group: ProcessGroup | None) -> Iterator[No
 
 @dataclass(frozen=True)
 class NextTokens:
-    """Appends the next `count` columns of the sequences to a rank's columns; on the last rank, zeros. No gradient.
-
-    group: the context ranks; None: this process has the global sequences, and nothing is appended.
+    """Appends the next `count` columns of the sequences to a rank's columns, without gradients. The last rank appends
+    zeros. group: the context ranks. If it is None, this process has the global sequences, and appends nothing.
     """
 
     count: int
@@ -125,7 +124,7 @@ class NextTokens:
         if self.group is None:
             return columns_BS
         parts = _gathered(columns_BS[:, : self.count], self.group)
-        # a rank with fewer than `count` columns sends all its columns; those of the next rank follow without a gap
+        # a rank with fewer than `count` columns sends all of them; the next rank's columns follow without a gap
         padding_BK = columns_BS.new_zeros(columns_BS.shape[0], self.count, *columns_BS.shape[2:])
         next_BK = torch.cat([*parts[self.group.rank() + 1 :], padding_BK], 1)[:, : self.count]
         return torch.cat([columns_BS, next_BK], 1)
@@ -143,7 +142,7 @@ def _with_global_masks(
 
 
 def _global_masks(masks: Callable[..., dict[str, Any]], dtype: torch.dtype, global_BS: Tensor) -> dict[str, Any]:
-    """Return the masks of global sequences. masks: makes them from embeddings of this dtype and position ids"""
+    """Return the masks of global sequences. masks: makes the masks from embeddings (of `dtype`) and position ids"""
     # transformers reads only the shape, dtype and device of the embeddings
     embeddings = torch.empty((), dtype=dtype, device=global_BS.device).expand(*global_BS.shape, 1)
     return masks(inputs_embeds=embeddings, position_ids=global_BS)
@@ -153,8 +152,8 @@ def _global_masks(masks: Callable[..., dict[str, Any]], dtype: torch.dtype, glob
 class _Columns:
     """Hooks of a vision-language backbone and of its language model.
 
-    config: of the language model. masks: makes the masks of global sequences with these text positions.
-    is_whole: whether the backbone has got token ids, of whole sequences, and no hidden states of a previous stage.
+    config: the language model's configuration. masks: makes the masks of global sequences from their text positions.
+    is_whole: whether the backbone got the token ids of whole sequences, and not hidden states of a previous stage.
     """
 
     config: PreTrainedConfig
@@ -167,7 +166,7 @@ class _Columns:
         return (self.config._attn_implementation or "").startswith(_ULYSSES)
 
     def gather(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-        """Give the backbone the ids, positions and kinds of tokens of the global sequences."""
+        """Give the backbone the global sequences: the ids, positions and kinds of their tokens."""
         self.is_whole = self._is_sharded and options.get("input_ids") is not None
         if not self.is_whole:
             return arguments, options
@@ -189,7 +188,7 @@ class _Columns:
         rank, shape_BS, part = self.group.rank(), embeds_BSD.shape[:2], dict[str, Any]()
         columns = slice(*(shape_BS[1] // self.group.size() * border for border in (rank, rank + 1)))
         is_image_BS, features = options.get("visual_pos_masks"), options.get("deepstack_visual_embeds")
-        if is_image_BS is not None and features is not None:  # features that the model adds behind its layers
+        if is_image_BS is not None and features is not None:  # features that the model adds after some of its layers
             part["visual_pos_masks"] = is_image_BS[:, columns]
             index_N = (is_image_BS.flatten().cumsum(0).view_as(is_image_BS) - 1)[:, columns][is_image_BS[:, columns]]
             part["deepstack_visual_embeds"] = [feature_ND[index_N] for feature_ND in features]
@@ -212,7 +211,7 @@ def _text(positions: Tensor) -> Tensor:
 def gather_sequences(columns_BS: Tensor, group: ProcessGroup | None) -> Tensor:
     """Concatenate the columns of all context ranks to the global sequences [B, S, …], without gradients.
 
-    group: the context ranks; None: this process has the global sequences already. A collective of the group.
+    A collective of `group`, the context ranks. If it is None, this process has the global sequences already.
     """
     return columns_BS if group is None else torch.cat(_gathered(columns_BS, group), 1)
 

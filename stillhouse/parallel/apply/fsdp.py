@@ -2,10 +2,10 @@
 
 The weights of each layer and of an untied head are gathered for the forward and the backward of this module. The
 output processor runs in the head's forward, so it sees the full weight. A vision tower is in the root's group: a
-process whose micro-batch has no media does not run the tower, and another one must not wait for it.
+process whose micro-batch has no media does not run the tower, and other processes must not wait for this process.
 
-Gradients are summed over ranks and not averaged, because the losses are sums over tokens, already divided by the
-step's token count.
+Gradients are summed over ranks and not averaged, because the losses are sums over tokens that are already divided by
+the step's token count.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,8 +39,8 @@ def apply_fsdp(
         the processes that have the same experts.
     reshard_after_forward: free the gathered weights after forward and gather them again in backward.
     gather_dtype: the dtype in which layers and an untied head are gathered, for a forward under autocast to that
-        dtype; their gradients are summed in float32. None: the dtype of the weights.
-    offload: keep shards of weights and gradients, and thus the optimizer state, in host memory between uses.
+        dtype; their gradients are summed in float32. If it is None, they are gathered in the dtype of the weights.
+    offload: keep shards of weights and gradients in host memory between uses, and with them the optimizer state.
     """
     # pinned memory needs a GPU; the GPU can then copy while it computes
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
@@ -51,7 +51,7 @@ def apply_fsdp(
     inner = partial(shard, mp_policy=precision, reshard_after_forward=reshard_after_forward)
     for module in experts:  # before the layers that contain them
         assert expert_mesh is not None
-        # expert parallelism already shards dim 0, and FSDP shards a dim again only into equal parts: otherwise rows
+        # expert parallelism shards dim 0; FSDP shards dim 0 again if it divides it into equal parts, otherwise dim 1
         processes = expert_mesh["shard"].size() if expert_mesh.ndim > 1 else expert_mesh.size()
         inner(
             module,
@@ -59,14 +59,7 @@ def apply_fsdp(
             shard_placement_fn=lambda weight, processes=processes: Shard(int(len(local(weight)) % processes > 0)),
         )
     for layers in _by_shared_weights([*decoder.layers(), *decoder.mtp_layers()]):
-        named = [pair for layer in layers for pair in layer.named_parameters()]
-        trained = {parameter.dtype: name for name, parameter in named if parameter.requires_grad}
-        if len(trained) > 1:
-            names = ", ".join(f"'{name}' in {str(dtype).removeprefix('torch.')}" for dtype, name in trained.items())
-            raise ValueError(
-                f"{typename(decoder.pretrained)} has weights of several dtypes in a layer ({names}): transformers "
-                "keeps some of them in float32, and FSDP trains one dtype per layer; expected dtype float32"
-            )
+        _require_one_dtype(decoder, layers)
         inner(layers if len(layers) > 1 else layers[0], mesh=mesh)
     for module in (module for loss in decoder.layer_losses.values() for module in loss.modules()):
         # a separate FSDP group for each module: the weights may be float32, and a group must have one dtype
@@ -78,7 +71,7 @@ def apply_fsdp(
         head_trains = any(parameter.requires_grad for parameter in decoder.head.parameters())
         # backward begins with the head: a trained head that is freed after forward would be gathered again at once
         inner(decoder.head, mesh=mesh, reshard_after_forward=reshard_after_forward and not head_trains)
-    # a frozen decoder is a teacher; a teacher's tied head is used after the teacher's forward (`DecoderHead`)
+    # a frozen decoder is a teacher, whose tied head is used after the teacher's forward (`DecoderHead`)
     keep_gathered = trains or (decoder.tied and decoder.has_head)
     # without gather_dtype: the gradient of an embedding row is a sum over all occurrences of a token
     shard(decoder, mesh=mesh, reshard_after_forward=reshard_after_forward and not keep_gathered)
@@ -86,6 +79,17 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _require_one_dtype(decoder: Decoder, layers: Sequence[nn.Module]) -> None:
+    named = [pair for layer in layers for pair in layer.named_parameters()]
+    trained = {parameter.dtype: name for name, parameter in named if parameter.requires_grad}
+    if len(trained) > 1:
+        names = ", ".join(f"'{name}' in {str(dtype).removeprefix('torch.')}" for dtype, name in trained.items())
+        raise ValueError(
+            f"{typename(decoder.pretrained)} has weights of several dtypes in a layer ({names}): transformers keeps "
+            "some of them in float32, and FSDP trains one dtype per layer; expected dtype float32"
+        )
 
 
 def _by_shared_weights(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:

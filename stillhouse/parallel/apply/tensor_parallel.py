@@ -1,7 +1,7 @@
 """Tensor and expert parallelism: shards a decoder by its family's plans in transformers.
 
-Tensor parallelism uses torch's parallel styles. The layers' matrices are sharded according to the plan, the input
-embedding and the output head by vocabulary rows (`Head.shard`). Hidden states between the layers are replicated.
+Tensor parallelism uses torch's parallel styles. The layers' matrices are sharded according to the plan. The input
+embedding and the output head are sharded by vocabulary rows (`Head.shard`). Hidden states are replicated.
 
 Under expert parallelism, each process has some complete experts of a layer. An all-to-all dispatches each token to
 the processes of its experts, and another all-to-all sends the results back. Tensor ranks have the same tokens, so
@@ -39,14 +39,14 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
-    # a norm of each attention head: every rank has the full weight, but only the gradient of its own heads
+    # a norm of each attention head: every rank has the full weight, but a gradient only from the rank's heads
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 
 
 def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     """Shard a decoder's weights over a 1-D mesh. Raises ValueError for a model that cannot be sharded."""
-    # a decoder without layers needs no plan: a head is always sharded by rows
+    # a decoder without layers needs no plan, because a head is always sharded by rows
     plan = tensor_plan(decoder, mesh.size()) if decoder.layers() else {}
     frozen = {name for name, parameter in decoder.named_parameters() if not parameter.requires_grad}
     if plan and not any(plan_name(name) in plan for name, _ in decoder.language_model.named_modules()):
@@ -64,17 +64,18 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     for name, module in modules:
         if style := plan.get(plan_name(name)):
             parts = lora_parts(module)
-            # of an adapter, only A or B has the sharded dim
+            # only one matrix of an adapter, A or B, has the sharded dim
             factor = "lora_A" if style.startswith("rowwise") else "lora_B"
             for matrix in [parts["base_layer"], parts[factor]] if parts else [module]:
                 parallelize_module(matrix, mesh, STYLES[style]())
                 if style.startswith("rowwise"):  # a family may add to its output in place (Llama 4)
                     matrix.register_forward_hook(lambda module, inputs, output: _LocalTensor.apply(output))
             continue
-        children = {path: child for path, child in module.named_children() if any(True for _ in child.parameters())}
+        named = list(module.named_children())
+        children = {path: child for path, child in named if next(child.parameters(), None) is not None}
         styles = [plan.get(plan_name(f"{name}.{path}"), "") for path in children]
-        # if only sharded matrices read the module's input, several of them sharded by columns, and no adapter, which
-        # has a replicated matrix
+        # one all-reduce of the input's gradient suffices if all readers of the input are sharded, several of them by
+        # columns, and none has an adapter (its other matrix is replicated)
         if all(styles) and styles.count("colwise") > 1 and not any(map(lora_parts, children.values())):
             module.register_forward_pre_hook(partial(_replicate_input, mesh), with_kwargs=True)
     _cut_vocabulary(decoder, mesh)
@@ -129,7 +130,7 @@ def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
         if ".self_attn" not in name or isinstance(module, nn.Linear) or plan_name(name) in plan:
             continue
         styles = [plan.get(plan_name(f"{name}.{child}")) for child, _ in module.named_children()]
-        # a vector with the width of a head is used for all heads; a plan may leave attention unsharded (Flint)
+        # a vector with the width of a head applies to all heads; a plan may leave attention unsharded (Flint)
         heads = counts - {getattr(module, "head_dim", None)} if "colwise" in styles else set()
         for key, weight in module.named_parameters(recurse=False):
             is_attention = name.endswith(".self_attn")
@@ -144,8 +145,8 @@ def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
 def _replicate_input(
     mesh: DeviceMesh, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Make a module's hidden states a replicated DTensor. The ranks then all-reduce their gradient once, instead of
-    once per matrix that reads them.
+    """Make a module's hidden states a replicated DTensor. Then the ranks all-reduce the gradient of the hidden states
+    once, instead of once for each matrix that reads them.
     """
     replicated = partial(DTensor.from_local, device_mesh=mesh, placements=[Replicate()], run_check=False)
     if "hidden_states" in options:
@@ -190,10 +191,10 @@ def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:
 def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceMesh) -> None:
     """Distribute a decoder's experts. Raises ValueError for a degree that does not divide them.
 
-    experts: the processes over which the experts are distributed. tensor: the ranks with the same tokens.
+    experts: the mesh over which the experts are distributed. tensor: the mesh of the ranks with the same tokens.
     """
     degree = experts.size()
-    # this number has another name in each family's configuration, but the same name in every module of experts
+    # configurations have different names for this number, but all modules of experts have the same name
     for count in {int(module.num_experts) for module in dispatched_experts(decoder)}:  # type: ignore[arg-type]
         if count % degree:
             name = "tensor" if degree == tensor.size() else "expert"  # the degree is at least the tensor degree
@@ -215,6 +216,6 @@ def dispatched_experts(decoder: Decoder) -> list[nn.Module]:
 
 def _local_plan(decoder: Decoder) -> dict[str, str]:
     plan, model = ModelFacts(decoder.config).parallel_plan("ep"), decoder.language_model
-    # parameters first: they are sharded before the modules' forwards are wrapped
+    # parameters first, because they are sharded before the modules' forwards are wrapped
     parts = [*model.named_parameters(), *model.named_modules()]
     return {name: plan[plan_name(name)] for name, _ in parts if plan_name(name) in plan}
