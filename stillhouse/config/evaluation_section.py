@@ -56,7 +56,7 @@ class EvalPromptsConfig(Section):
     data: Text = Field(examples=["data/held_out_prompts.jsonl"])
     """The prompts: a source as in data.train. Only the prompt of a record is read."""
     count: int = Field(default=64, ge=1)
-    """The most prompts. The same prompts are used at each evaluation and in each run on this data."""
+    """The maximum number of prompts. The same prompts are used at each evaluation and in each run on this data."""
     max_new_tokens: int = Field(default=256, ge=1)
     """The most tokens of a completion, including its end of sequence and replies; less than data.max_tokens."""
     temperature: float = Field(default=0.0, ge=0)

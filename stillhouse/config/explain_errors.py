@@ -36,7 +36,7 @@ PEERS = {"trl": "TRL", "verl": "verl", "automodel": "Automodel", "swift": "ms-sw
 NO_KEY = "has no key here"
 #: the minimum similarity between a misspelled key and the right key
 CLOSE_ENOUGH = 0.75
-#: the most mistakes that are explained: the search for the nearest key takes a hundredth of a second
+#: the maximum number of mistakes that are explained: the search for the nearest key takes a hundredth of a second
 MOST = 20
 
 

@@ -34,7 +34,7 @@ class PromptConfig(_EnvironmentKeys):
     samples_per_prompt: int = Field(default=4, ge=1)
     """The number of completions of each prompt."""
     max_new_tokens: int = Field(default=512, ge=1)
-    """The most tokens of a completion, including its end of sequence; less than data.max_tokens."""
+    """The maximum number of tokens of a completion, including its end of sequence; less than data.max_tokens."""
     temperature: float = Field(default=1.0, gt=0)
     """Divides the student's logits when tokens are sampled."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -68,7 +68,7 @@ class PromptConfig(_EnvironmentKeys):
     tool_tokens: int = Field(default=256, ge=32)
     """The most tokens of the text of one tool's reply. A longer reply is cut, and a note is added at its end."""
     max_turns: int = Field(default=8, ge=1)
-    """The most turns of the student with an environment or tools."""
+    """The maximum number of turns of the student with an environment or tools."""
 
     @property
     def tool_paths(self) -> list[str]:

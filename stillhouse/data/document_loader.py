@@ -43,7 +43,7 @@ from stillhouse.data.token_cache import DocumentWriter, cached_documents, entry_
 from stillhouse.display import first_line
 
 _BATCH = 512  # records per call of the tokenizer
-_REASONS = 5  # the most errors that a report keeps
+_REASONS = 5  # the maximum number of errors that a report keeps
 _BYTES_PER_CHARACTER = 200  # memory that a tokenizer needs; 200 waiting bytes of media count as a character
 
 
@@ -51,7 +51,7 @@ _BYTES_PER_CHARACTER = 200  # memory that a tokenizer needs; 200 waiting bytes o
 class LoadOptions:
     """How records are converted to documents.
 
-    max_tokens: the most tokens of a document with its longest prefix.
+    max_tokens: the maximum number of tokens of a document with its longest prefix.
     tokens: which tokens are targets. It matters only if a record has a prompt or several roles.
     on_error: "skip" skips and counts an invalid record.
     columns: the names of additional columns to keep; every record must have them.

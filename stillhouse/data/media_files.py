@@ -16,7 +16,7 @@ import pyarrow
 from stillhouse.data.offsets import chosen_tokens, offsets_of
 from stillhouse.data.record import RecordError
 
-#: the most bytes of an encoded image
+#: the maximum number of bytes of an encoded image
 MAX_IMAGE_BYTES = 64 * 2**20
 _RESTORE = "restore the file, or start again without the entry of data.cache that names it"
 _SCHEMA = pyarrow.schema(

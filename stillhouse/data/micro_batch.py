@@ -300,7 +300,7 @@ class StepMicroBatches(Sequence[MicroBatch]):
     def document_media(self, document: int) -> DocumentMedia | None:
         """The media of a document, by its number in `MicroBatch.document_T`; None if it has no media."""
         if any(micro_batch.media for micro_batch in self._micro_batches):
-            raise ValueError(f"the images of document {document} are not known: these are only tensors")
+            raise ValueError(f"the images of document {document} are not known: there are only its tensors")
         return None
 
     def documents_of(self, number: int) -> list[int]:
@@ -309,7 +309,7 @@ class StepMicroBatches(Sequence[MicroBatch]):
 
     def value(self, document: int, column: str) -> Any:
         """A document's value in a column of the data. Raises ValueError if the column was not kept."""
-        raise ValueError(f"column '{column}' of document {document} is not known: these are only tokens")
+        raise ValueError(f"column '{column}' of document {document} is not known: there are only its tokens")
 
     def for_teacher(self, name: str) -> "StepMicroBatches":
         """The same micro-batches, with this teacher's `teacher_inputs` if the teacher has substitutions that fit."""

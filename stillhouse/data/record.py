@@ -9,7 +9,7 @@ from typing import Any
 
 from stillhouse.display import escaped, name_list
 
-#: the most characters of a record: a tokenizer takes about 200 bytes of memory for each character
+#: the maximum number of characters of a record: a tokenizer takes about 200 bytes of memory for each character
 MAX_CHARACTERS = 4_000_000
 
 _NAMES = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
@@ -52,8 +52,8 @@ class TemplateLimitError(ValueError):
 
 
 class TemplateSyntaxError(ValueError):
-    """The chat template is not valid Jinja. The error concerns all records. problem: the error and its line; the text
-    continues the words "a chat template that".
+    """The chat template is not valid Jinja. The error concerns all records. problem: the error and its line.
+    A message has this text after the words "a chat template that".
     """
 
     def __init__(self, tokenizer: str, problem: str):

@@ -276,7 +276,7 @@ class Engine(ABC):
     ) -> list[StageInputs]:
         if not micro_batches or len(micro_batches) != len(signals):
             counts = f"{len(signals)} signals for {len(micro_batches)} micro-batches"
-            raise ValueError(f"{counts}: expected one for each, and at least one")
+            raise ValueError(f"{counts}: expected one signal per micro-batch, and at least one micro-batch")
         pairs = zip(micro_batches, signals, strict=True)
         return [StageInputs(*pair, processor, parts, normalizer, self.autocast) for pair in pairs]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: a model with a processor has one of these files
 _FILES = ("processor_config.json", "preprocessor_config.json")
 _MORE_FILES = ("video_preprocessor_config.json",)
-#: the most images of a document that a page shows, because each image adds up to 30 kB to the page
+#: the maximum number of images of a document that a page shows, because each image adds up to 30 kB to the page
 SHOWN = 8
 #: the functions that the core calls: for each name, the module in this package and the function's name in it
 _FUNCTIONS = {

@@ -18,7 +18,7 @@ from stillhouse.data.record import Record, RecordError, value_in_words
 from stillhouse.display import name_list
 
 Fields = dict[str, Any]
-#: the most images of one record
+#: the maximum number of images of one record
 MAX_IMAGES = 1000
 _COLUMNS = ("images", "image")
 _OTHER_MEDIA = ("videos", "video", "audios", "audio")

@@ -83,8 +83,8 @@ class WeightsOnServers:
 
     def update(self, version: int) -> None:
         """Let the servers load the published weights, and prove that they use them. Raises SignalsLostError on all
-        ranks if a server generates with other weights than the student's, or if a signal comes while no server has
-        answered.
+        ranks if a server generates with other weights than the student's, or if SIGTERM or another signal of the
+        operating system comes before all servers have loaded them.
         """
         models, prompts = self._models, self._data.train.documents
         with errors_of_signals(), models.ranks.shared(*ERRORS) as shared:

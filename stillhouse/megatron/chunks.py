@@ -317,7 +317,8 @@ def _block_spec(
         transformer, use_transformer_engine=has_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
     if has_engine:
-        if transformer.params_dtype == torch.float32:  # its attention separates packed documents only in 16 bits
+        # Transformer Engine's attention keeps packed documents apart only in dtypes of 16 bits
+        if transformer.params_dtype == torch.float32:
             for layer in block.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = layers.CausalAttention
         return block

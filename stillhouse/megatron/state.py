@@ -150,7 +150,7 @@ def require_partition(entries: Sequence[TrainedParameter]) -> None:
 
 
 class BlockTensor(Tensor):
-    """A tensor of the full model without memory. This process has some blocks of the tensor. DCP requires a tensor.
+    """A tensor of the full model for DCP, with a shape but without storage. This process has some blocks of it.
 
     blocks: parts of parameters or moments, by the indices of their first elements. region: the rectangle that the
     blocks fill, because a file has at most one part of a tensor; a copy unless there is only one block. offsets: the

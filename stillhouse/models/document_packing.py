@@ -336,7 +336,7 @@ def backbone_inputs(
     name = "inputs_embeds" if inputs["input_ids"] is None else "input_ids"
     shape_BS = token_inputs[name].shape[:2]
     _require_inputs(model, packing, token_inputs, shape_BS, images)
-    placeholder_BS = placeholder_mask(model, token_inputs)  # needed on later pipeline stages, too, without images
+    placeholder_BS = placeholder_mask(model, token_inputs)  # later stages of a pipeline need it, without images
     if name == "input_ids" and placeholder_BS is not None and is_padding_BS is not None:
         token_inputs[name] = padded_with_text(token_inputs[name], placeholder_BS, is_padding_BS)
     layout: UnpackedRows | JoinedRow | None = None

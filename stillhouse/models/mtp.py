@@ -8,8 +8,8 @@ model after its final norm. The row predicts the label of row t + k, which `Targ
 (DeepSeek-V3, arXiv:2412.19437, section 2.2). All depths use the main model's embedding and output head.
 
 transformers' `MtpModel` has the layers. They are called one by one, because its own forward drafts a single token per
-layer from logits. If a family has no MTP layers, they have the class of its last layer. Their number and types are
-written to the model's configuration. This feature needs a later version of transformers than other features.
+layer from logits. Every MTP layer has the class of the main model's last layer. The number and types of the layers
+are written to the model's configuration. This feature needs a later version of transformers than other features.
 
 B rows, S tokens per row, D width, V vocabulary.
 """

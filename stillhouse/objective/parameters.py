@@ -206,7 +206,8 @@ class PolicySettings:
                 raise _refused(name, getattr(self, name), f"one of {', '.join(words)}")
         if self.surrogate == "corrected" and self._limits:
             name, value = next(iter(self._limits.items()))
-            raise _refused(name, value, "surrogate=clip or cispo: the only limit of corrected is rollout.limit")
+            expected = "surrogate=clip" if name == "dual_clip" else "surrogate=clip or cispo"
+            raise _refused(name, value, f"{expected}: the only limit of surrogate=corrected is rollout.limit")
         if self.dual_clip is not None and self.kind != "clip":
             expected = f"none: the gradient of surrogate={self.kind} is bounded already"
             raise _refused("dual_clip", self.dual_clip, expected)

@@ -33,8 +33,8 @@ class Chart:
     """A chart, and the metrics that it draws.
 
     keys: the metric's key for each side; the first side has a solid line. Most charts have one unnamed side.
-    log: whether the axis is logarithmic at first. In a chart that has no series yet, whether the axis becomes
-        logarithmic if the values span a large range. positive: whether a logarithmic axis can show all values.
+    log: whether the page first shows a logarithmic axis. Before `draw_charts` adds the series: whether it may do so,
+        if the values span a large range. positive: whether a logarithmic axis can show all values.
     explanations: a sentence for each metric. label: the curves in words, for readers who cannot see them.
     """
 

@@ -57,13 +57,13 @@ from stillhouse.cli.hub import require_on_hub, settle_offline
     type=click.IntRange(1),
     default=16384,
     show_default=True,
-    help="The most tokens of a forward pass and of a sequence. Changes only memory and speed.",
+    help="The maximum number of tokens of a forward pass and of a sequence. Changes only memory and speed.",
 )
 @click.option(
     "--queue-tokens",
     type=click.IntRange(1),
     metavar="N",
-    help="The most tokens of all requests at a time; further requests get 429. [default: 16 batches]",
+    help="The maximum number of tokens of all requests at a time; further requests get 429. [default: 16 batches]",
 )
 @click.option(
     "--generate", is_flag=True, help="Generate completions instead of signals, with weights that clients can replace."
@@ -80,7 +80,7 @@ from stillhouse.cli.hub import require_on_hub, settle_offline
     help="Compute each request by itself, so that its answer does not depend on other requests. Slower.",
 )
 @click.option("--max-top-k", type=click.IntRange(1), default=256, show_default=True,
-              help="The most ids per token of top_k, chosen and prompt_logprobs.")  # fmt: skip
+              help="The maximum number of ids per token of top_k, chosen and prompt_logprobs.")  # fmt: skip
 def serve(
     teacher: str,
     *,

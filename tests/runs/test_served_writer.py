@@ -100,7 +100,7 @@ def test_another_tokenizer_is_refused(folder: Path, teacher: Server) -> None:
         server.model.change(tokenizes=False)
         with pytest.raises(ValueError, match="does not tell the server's tokenizer: 404"):
             of_vllm.require_tokenizer(tokenizer, TEXT)
-    with pytest.raises(ValueError, match="SGLang does not tell its tokenizer"):
+    with pytest.raises(ValueError, match="SGLang does not report its tokenizer"):
         SglangApi().tokenizer_difference(lambda path, body: pytest.fail(path), None, tokenizer, TEXT)
 
 

@@ -27,7 +27,7 @@ _ASSISTANTS = ("ai", "bot", "chatbot", "chatgpt", "model")
 MARK = "<image>"
 #: the keys of an image part of which one may have the value
 _IMAGE_KEYS = ("image", "url", "path", "base64", "image_url")
-#: the most parts in the content of one message
+#: the maximum number of parts in the content of one message
 MAX_PARTS = 10_000
 
 

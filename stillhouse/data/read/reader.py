@@ -17,7 +17,7 @@ from stillhouse.data.record import Record
 COMPRESSED = (".gz", ".zst")
 #: the capability of a reader that uses `open_bytes`: a suffix of `COMPRESSED` may follow the names of its files
 DECOMPRESSES = f"also {' and '.join(COMPRESSED)}"
-#: the most bytes of a line of JSON or CSV, and of a field of CSV
+#: the maximum number of bytes of a line of JSON or CSV, and of a field of CSV
 MAX_BYTES = 32 * 2**20
 _KINDS = {
     stat.S_IFIFO: "a named pipe",

@@ -31,7 +31,7 @@ from stillhouse.data.offsets import offsets_of
 from stillhouse.data.record import DataError
 from stillhouse.data.render.token_bytes import TokenBytes
 
-_MAX_CONTINUATION_BYTES = 3  # the most bytes of a UTF-8 character after its first byte
+_MAX_CONTINUATION_BYTES = 3  # the maximum number of bytes of a UTF-8 character after its first byte
 ABSENT = -1
 _BATCH = 512  # documents per call of the tokenizer
 

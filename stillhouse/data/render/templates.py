@@ -78,7 +78,7 @@ class Rendered:
 
     encoded: the record's tokens if it has media: they are made early, so that errors of a file name the record.
     end: the special token with which the chat template ends the assistant's last turn; "" if there is none.
-    lost: for each kind (`written_texts.py`), the first text that the chat template leaves out or changes, such as
+    lost: for each kind of text (`written_texts.py`), the name of the first text that the template loses, such as
         "'reasoning_content' of message 2 of 'messages'".
     """
 

@@ -18,13 +18,13 @@ from stillhouse.display import escaped, first_line
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
-#: the most bytes of an answer that describes the server
+#: the maximum number of bytes of an answer that describes the server
 MOST_BYTES = 16 * 2**20
 #: a log-probability in JSON: NaN and infinity are no log-probabilities; rounding may put one slightly above 0
 LogProb = Annotated[float, Field(le=1e-3)]
 #: a size in a server's description, such as the number of rows of the head
 Size = Annotated[int, Field(ge=1, lt=2**31)]
-#: the most characters that a message quotes of an answer, and of a value in an answer
+#: the maximum number of characters that a message quotes of an answer, and of a value in an answer
 _SHOWN, _SHOWN_VALUE = 500, 100
 #: shorter bearer tokens are not replaced in answers, because an answer may contain the same characters by chance
 _LEAST_TOKEN = 8

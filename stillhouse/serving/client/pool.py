@@ -26,7 +26,7 @@ T = TypeVar("T")
 #: body is posted as JSON; bytes are posted as a safetensors body. If the body is None, a GET request is sent
 Ask = Callable[[str, Any], HttpAnswer]
 
-#: the most requests that one server gets at a time; engines batch them
+#: the maximum number of requests that one server gets at a time; engines batch them
 IN_FLIGHT = 16
 #: the length of a server's pause after its first failure, and of the longest pause, in seconds
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
@@ -139,7 +139,7 @@ class ServerPool:
     warn: prints a line when a server fails, or answers again. token: the servers' bearer token.
     model, key: for messages, the name of the servers' model, and the key of the configuration with the timeout.
     answer_seconds: the limit for one answer, from the connection to the end of parsing. If it is None, the limit is a
-    quarter of the timeout. in_flight: the most requests that one server gets at a time.
+    quarter of the timeout. in_flight: the maximum number of requests that one server gets at a time.
     """
 
     def __init__(

@@ -29,11 +29,11 @@ from stillhouse.serving.client.server_api import Answer, Published, ServerApi, r
 
 #: seconds for which an update waits for an unreachable server, before the run continues with the other servers
 PATIENCE = 10.0
-#: the most times in a row that a server may answer with other weights
+#: the maximum number of times in a row that a server may answer with other weights
 MAX_RESTORES = 10
 #: seconds for which the end of a run waits until servers have dropped its adapter
 SECONDS_TO_DROP = 2.0
-#: the most tokens of a probe's completion
+#: the maximum number of tokens of a probe's completion
 PROBE_TOKENS = 8
 #: the version of a server whose weights have become unknown since the server was chosen for a request
 UNKNOWN_WEIGHTS = Published(-1, Path(), "", "model")

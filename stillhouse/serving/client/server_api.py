@@ -260,7 +260,7 @@ class ServerApi(Protocol):
         """
         telling = [name for name, kind in server_kinds().items() if getattr(kind, "tells_tokenizer", False)]
         raise UnknownTokenizerError(
-            f"{self.kind.title} does not tell its tokenizer, so that the ids of a teacher's completions may mean "
+            f"{self.kind.title} does not report its tokenizer, so that the ids of a teacher's completions may mean "
             f"other text: expected rollout.engine {enumerated(telling, 'or')}"
         )
 

@@ -28,7 +28,7 @@ from stillhouse.serving.image_support import ImageSupport, positions_hash, proce
 from stillhouse.serving.server.gate import refused
 from stillhouse.signals.scorer import proven_media_inputs
 
-#: the most images of a request, and the most bytes of their tensors
+#: the maximum number of images of a request, and the maximum number of bytes of their tensors
 MAX_IMAGES, IMAGE_BYTES = 256, 256 * 2**20
 #: the pictures of a request may have this number of pixels, and more for each byte of their tensors. The limit exists
 #: because blank pictures cost memory and time, and a client could request large ones with few bytes. With 64 pixels

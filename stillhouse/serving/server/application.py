@@ -37,7 +37,7 @@ from stillhouse.serving.server.role import Role
 
 #: bodies and answers with fewer bytes are parsed and encoded in the HTTP thread
 AT_ONCE_BYTES = 16 * 1024
-#: the most seconds for which a client may send a body
+#: the maximum number of seconds for which a client may send a body
 BODY_SECONDS = 120.0
 
 BINARY: dict[str, Any] = {"type": "string", "format": "binary"}

@@ -25,13 +25,13 @@ from stillhouse.serving.server.gate import OPEN_PATHS, RequestError
 HEADER_SECONDS = 10.0
 #: limits for the rest of a body after an early answer
 LATE_BYTES, LATE_SECONDS = 2**30, 120.0
-#: the most connections at a time, and the number of them that must have no request
+#: the maximum number of connections at a time, and the number of them that must have no request
 CONNECTIONS, SPARE = 2048, 64
-#: the most seconds for which a client may read each piece of an answer
+#: the maximum number of seconds for which a client may read each piece of an answer
 SEND_SECONDS = 120.0
-#: the most seconds for sending the last answers
+#: the maximum number of seconds for sending the last answers
 LAST_SECONDS = 60.0
-#: the most connections that the operating system queues until the server accepts them
+#: the maximum number of connections that the operating system queues until the server accepts them
 BACKLOG = 2048
 
 

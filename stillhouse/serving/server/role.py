@@ -47,7 +47,7 @@ class Limits:
 
     @property
     def most_ids(self) -> int:
-        """The most ids per token of a signal: the smaller of `max_top_k` and the vocabulary."""
+        """The maximum number of ids per token of a signal: the smaller of `max_top_k` and the vocabulary."""
         return min(self.max_top_k, self.vocabulary)
 
     def id_outside(self, ids: np.ndarray, least: int = 0) -> int | None:

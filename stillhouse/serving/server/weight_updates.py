@@ -38,7 +38,7 @@ from stillhouse.serving.server.gate import ENDING, RequestError
 
 #: the version of the weights that the server was started with; vLLM uses the same name
 FIRST_VERSION = "default"
-#: the most bytes of the headers of all safetensors files together, and of an adapter's configuration
+#: the maximum number of bytes of the headers of all safetensors files together, and of an adapter's configuration
 _HEADER_BYTES, _CONFIG_BYTES = 64 * 2**20, 2**20
 _ANEW = "a server accepts either whole models or adapters: restart the server"
 
