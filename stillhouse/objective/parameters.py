@@ -83,7 +83,7 @@ class JensenShannonParameters(Parameters):
     normalized: bool = False
 
     def __post_init__(self) -> None:
-        self.require(0 < self.beta < 1, "it is 0 there: use forward_kl, reverse_kl, or normalized=True near 0 or 1")
+        self.require(0 < self.beta < 1, "use forward_kl or reverse_kl, or normalized=True near 0 or 1")
         if self.normalized not in (True, False):
             raise ValueError(f"jsd(normalized={self.normalized}): expected True or False")
 

@@ -75,6 +75,7 @@ class Rollout:
     def __post_init__(self) -> None:
         self._by_student = self.rollouts[0].writer == "student"
         self._ranks, self._taken = self.student.ranks, dict[int, list[Sample]]()
+        self._is_alone = self._ranks.size == 1
 
     def take(self, step: int, timeline: RolloutLog) -> list[Sample]:
         """Return the samples of a step, with rewards and advantages, on all ranks. A collective of all processes.
@@ -149,7 +150,7 @@ class Rollout:
         with self.shared() as shared:
             if self.queue is not None:
                 samples = self.queue.take(step)
-                if self._ranks.size > 1:
+                if not self._is_alone:
                     shared.value = [sample.as_json() for sample in samples]
         if self.queue is None:
             samples = [Sample.from_json(values) for values in shared.value]

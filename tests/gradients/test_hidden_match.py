@@ -138,7 +138,7 @@ def test_the_projector_of_another_pair_is_refused(folder: Path) -> None:
     ):
         out = str(folder / f"second {number}")
         write_run(folder, **{"objective.hidden": other, "out": out, "checkpoint.resume": resume})
-        assert "loss inside layers are of its layers in the section objective" in run("distill", path, code=1).err
+        assert "has weights for the layers in the section objective" in run("distill", path, code=1).err
 
 
 @pytest.mark.slow

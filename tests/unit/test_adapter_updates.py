@@ -196,16 +196,16 @@ def test_models_and_adapters_take_no_turns(updates: WeightUpdates, published: Pa
     """A whole model would replace the base, and another form of adapter would need other layers."""
     model = publish(single_process_runner(decoder_of("llama"), None), tmp_path / "model", 1)
     load(updates, published, "7")
-    with pytest.raises(ValueError, match=r"has a whole model, and the server has an adapter of a run; .* anew"):
+    with pytest.raises(ValueError, match=r"whole model, and the server has an adapter of a run; .* restart"):
         updates.read(model)
     other = Student(tmp_path / "other", r=2).publish(1)
     with pytest.raises(
-        ValueError, match=r"an adapter with r 2, alpha 8 on .*, and the server has r 4, .*: start the"
+        ValueError, match=r"an adapter with r 2, alpha 8 on .*, and the server has r 4, .*: restart the"
     ):
         updates.read(other)
     with_model = WeightUpdates(decoder_of("llama"), BASE)
     load(with_model, model, "1")
-    with pytest.raises(ValueError, match=r"has an adapter, and the server has a whole model of a run; .* anew"):
+    with pytest.raises(ValueError, match=r"has an adapter, and the server has a whole model of a run; .* restart"):
         with_model.read(published)
     of_bits = WeightUpdates(decoder_of("llama"), AdapterBase(**BASE.model_dump() | {"quantize": "int8"}))
     with pytest.raises(ValueError, match=r"the server's is quantized \(int8\): expected an adapter"):

@@ -181,7 +181,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "an engine without a tokenizer and without the model": (
         {"tokenizes": False},
         TOP_K,
-        "does not report its tokenizer",
+        "does not tell its tokenizer",
     ),
 }
 
