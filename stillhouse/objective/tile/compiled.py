@@ -43,8 +43,10 @@ def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[
 
 
 def run_rows(function: Callable[..., Any], plan: Hashable, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
-    """Call function(plan, *arguments), which is compiled on a GPU, because it is hundreds of small kernels. plan: the
-    values on which the function's code depends. partly: the tiles of which it reads only a few columns.
+    """Call function(plan, *arguments), which is compiled on a GPU, because it is hundreds of small kernels.
+
+    plan: the values on which the function's code depends.
+    partly: the tiles of which it reads only a few columns.
     """
     if tensors_of(arguments)[0].device.type not in ROW_DEVICES:
         return function(plan, *arguments)
