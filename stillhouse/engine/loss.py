@@ -45,8 +45,8 @@ class StepLoss:
 
     The output has these metrics beside the objective's metrics: `weights` is the sum of the rows' weights; the sums
     of entropies and of agreement are divided by it. Each teacher with a routed signal, and each origin of an
-    objective by origin, has `weights/<name>`, the sum over its own rows, and `tokens/<name>`, the number of its rows.
-    At MTP depths, `objective.at_mtp_depths()` replaces an objective that needs rollouts.
+    objective by origin, has `weights/<name>`, the same sum over its own rows, and `tokens/<name>`, the number of
+    these rows. At MTP depths, `objective.at_mtp_depths()` replaces an objective that needs rollouts.
     """
 
     objective: ObjectiveSpec

@@ -75,7 +75,7 @@ def tensors_of(arguments: Sequence[Any]) -> list[Tensor]:
 
 
 def _fused(function: Callable[..., Any], plan: Any, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
-    """The first dim of every tensor is the rows. Its size varies, and the other sizes are constants."""
+    """The first dim of every tensor is the rows. Their number varies, and the other sizes are constants."""
     tensors = tensors_of(arguments)
     # the terms' own code can fail to compile where the other functions do not
     where = tensors[0].device.type, function.__name__ if plan is None else "pointwise"
