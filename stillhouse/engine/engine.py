@@ -42,7 +42,8 @@ class StepOutput:
     """The result of one forward and backward over a step's micro-batches.
 
     outputs: the objective's outputs for this process's micro-batches, with detached losses. It is empty on processes
-        without the last pipeline stage, and on all tensor ranks except the first, because they have the same tokens.
+        without the last pipeline stage, and on all tensor ranks except the first, because tensor ranks have the same
+        tokens.
     named: the metrics and losses of these micro-batches, as 0-D tensors that are added up by name.
     total: a collective of all processes that returns `sums`, given the metric sums of this process.
     """
@@ -58,8 +59,9 @@ class StepOutput:
 
     @cached_property
     def sums(self) -> dict[str, float]:
-        """Metric sums over all tokens of the step, the same on every process. The key of the loss is `loss`. The
-        first access is a collective of all processes. It waits for the device, unless `read` has done so.
+        """Metric sums over all tokens of the step, the same on every process. The key of the loss is `loss`.
+
+        The first access is a collective of all processes. It waits for the device, unless `read` has done so.
         """
         if self._values is None:
             self.read()
@@ -113,15 +115,19 @@ class Engine(ABC):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
     ) -> StepOutput:
-        """Add the gradient of the micro-batches' losses to the student's gradient. signals: the signals of each
-        micro-batch. normalizer: the step's number of target tokens on all processes.
+        """Add the gradient of the micro-batches' losses to the student's gradient.
+
+        signals: the signals of each micro-batch.
+        normalizer: the step's number of target tokens on all processes.
         """
 
     @abstractmethod
     def update(self, learning_rate: float, output: StepOutput | None = None) -> float:
-        """Clip the gradient, apply it to the weights, then set every gradient to None. Return the norm of the full
-        gradient before clipping, the same on every process. If the gradient or the loss is not finite, raise
-        NotFiniteError on every process, and change no weight and no moment.
+        """Clip the gradient, apply it to the weights, then set every gradient to None.
+
+        Returns the norm of the full gradient before clipping, the same on every process. Raises NotFiniteError on
+        every process if the gradient or the loss is not finite; no weight and no moment is changed then.
+
         output: the output of the step that added the gradient. If it is None, only the gradient is checked.
         """
 
@@ -142,15 +148,17 @@ class Engine(ABC):
             )
 
     def bytes_to_save(self, *, all_moments: bool = False) -> int:
-        """Return the bytes of a checkpoint with the exported student. all_moments: also count the optimizer's state
-        of trained weights that had no step yet.
+        """Return the bytes of a checkpoint with the exported student.
+
+        all_moments: whether to count also the optimizer's state of trained weights that had no step yet.
         """
         size: int = self._state.bytes_to_write(all_moments=all_moments)
         return size
 
     def save(self, folder: Path) -> SavedTensors:
-        """Write the weights, the optimizer's state and the random states to a folder that all processes share. Call
-        `require_finite` first: a run could not continue from state that is not finite.
+        """Write the weights, the optimizer's state and the random states to a folder that all processes share.
+
+        Call `require_finite` first: a run could not continue from state that is not finite.
         """
         state = self._state
         write_tensors(folder, state.tensors(), self.student.ranks)
@@ -243,7 +251,7 @@ class Engine(ABC):
         return self.objective.needs_teacher or any(part.needs_teacher for part in self.parts)
 
     def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> Self:
-        """Return this engine with other losses. Other parts become their `LossPart.silent` versions."""
+        """Return this engine with other losses. Its parts of other types become their `LossPart.silent` versions."""
         other = copy.copy(self)
         other.optimizer, other.objective = self.optimizer, objective
         others = [part for part in self.parts if type(part) not in {type(part) for part in parts}]
@@ -281,8 +289,9 @@ class Engine(ABC):
         return [StageInputs(*pair, processor, parts, normalizer, self.autocast) for pair in pairs]
 
     def _not_finite(self, norm: Tensor, output: StepOutput) -> Tensor:
-        """Return 1.0 if the gradient's norm or the step's loss is not finite on a process, otherwise 0.0. The result
-        is a 0-D tensor on the device, and the host does not wait for it.
+        """Return 1.0 if the gradient's norm or the step's loss is not finite on at least one process, otherwise 0.0.
+
+        The result is a 0-D tensor on the device, and the host does not wait for it.
         """
         terms = {"loss", *(name for part in self.parts for name in part.terms)}
         numbers = [norm, *(value for name, value in output.named if name in terms)]

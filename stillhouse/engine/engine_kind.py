@@ -31,6 +31,7 @@ class EngineKind(ABC):
         teacher_head_only: bool = False,
     ) -> "DistributedStudent":
         """Build and prove this process's part of the student, and of a teacher in the student's stages. A collective.
+
         teacher_head_only: whether the last stage gets the teacher's head, and no stage gets the teacher's layers.
         """
 

@@ -45,8 +45,8 @@ class StepLoss:
 
     The output has these metrics beside the objective's metrics: `weights` is the sum of the rows' weights; the sums
     of entropies and of agreement are divided by it. Each teacher with a routed signal, and each origin of an
-    objective by origin, has `weights/<name>`, the sum over its own rows, and `tokens/<name>`, the number of its rows.
-    At MTP depths, `objective.at_mtp_depths()` replaces an objective that needs rollouts.
+    objective by origin, has `weights/<name>`, the same sum over its own rows, and `tokens/<name>`, the number of
+    these rows. At MTP depths, `objective.at_mtp_depths()` replaces an objective that needs rollouts.
     """
 
     objective: ObjectiveSpec
@@ -68,29 +68,16 @@ class StepLoss:
         """hidden_states: [B, S, D]; with multi-token prediction, a tuple of the hidden states of depths 0, 1, …."""
         hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         hidden_TD, targets = hidden_by_depth[0].flatten(0, -2), context.at(depth)
+        options: dict[str, Any] = {"weights_T": targets.weights_T, "normalizer": self.normalizer}
+        options["chunk_tokens"] = self.chunk_tokens
         with ExitStack() as heads:
             signals = {name: heads.enter_context(signal.opened(head)) for name, signal in targets.signals.items()}
             if routed := {name: signal for name, signal in signals.items() if isinstance(signal, RoutedSignal)}:
                 groups = self._routed_terms(hidden_TD, routed, targets, head)
-                output = routed_objective(
-                    hidden_TD,
-                    head,
-                    groups,
-                    weights_T=targets.weights_T,
-                    normalizer=self.normalizer,
-                    chunk_tokens=self.chunk_tokens,
-                )
+                output = routed_objective(hidden_TD, head, groups, **options)
             else:
                 terms = self._terms(hidden_TD, signals, targets, head, targets.valid_index, depth)
-                output = linear_objective(
-                    hidden_TD,
-                    head,
-                    terms,
-                    weights_T=targets.weights_T,
-                    normalizer=self.normalizer,
-                    valid_index=targets.valid_index,
-                    chunk_tokens=self.chunk_tokens,
-                )
+                output = linear_objective(hidden_TD, head, terms, valid_index=targets.valid_index, **options)
             metrics = output.metrics | _row_counts(targets, routed, self.objective.by_origin, output.loss)
             if self.with_teacher_cross_entropy and not depth:
                 metrics["teacher_cross_entropy"] = _teacher_cross_entropy(signals, targets)

@@ -11,7 +11,7 @@ from stillhouse.config import RolloutConfig, TrainConfig
 from stillhouse.data import PackedMicroBatches, PackedSequences
 from stillhouse.rollout import PromptPlan, PromptSource
 
-#: with the schedule wsd (warm-up, stable, decay), the rate decays in this last part of the steps after the warm-up
+#: with the schedule wsd (warm-up, stable, decay), the rate decays in this last share of the steps after the warm-up
 WSD_DECAY = 0.2
 
 
@@ -82,7 +82,7 @@ def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
     warmup = min(math.ceil(round(warmup, 6)), steps - 1)  # 0.07 of 100 steps is 7, not 7.000000000000001
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)  # 0 at the peak; 1 one step after the last step
+    progress = (step - warmup) / max(1, steps - warmup)  # 0 at the peak; the step after the last one would have 1
     heights = {  # between the minimum (0) and the peak (1)
         "constant": 1.0,
         "linear": 1.0 - progress,

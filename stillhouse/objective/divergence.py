@@ -9,7 +9,8 @@ The functions return q·h instead of h: −p/q overflows where q underflows, but
 Over complete distributions Σ(q − p) is 0. So adding c (q − p) to f, and c to h, changes neither D nor its gradient,
 for any constant c. Each divergence in `divergences.py` names a c with which f is never negative, and f and h are 0
 where p = q. With this c, a small divergence is a sum of small numbers. So it keeps its digits where student and
-teacher are close and both give one token a probability near 1 (`numerics.py`). The pass sums these functions:
+teacher are close and both give one token a probability near 1 (`numerics.py`). The pass sums these "balanced"
+functions:
 
     balanced        f + c (q − p)
     balanced_slope  q (h + c)
@@ -67,6 +68,7 @@ def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Pivo
 @dataclass(frozen=True, eq=False)
 class Divergence(Parameters):
     """D(p, q) as two pointwise functions. Sums and positive multiples of divergences are divergences.
+
     A subclass is a frozen dataclass. Its fields are the divergence's parameters.
     """
 

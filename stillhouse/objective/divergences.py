@@ -198,8 +198,9 @@ class AlphaBeta(AlphaBetaParameters, Divergence):
         return torch.where(near, close, far) / (alpha * beta)
 
     def balanced_slope(self, pair: Sides) -> Tensor:
-        """q·h with h = q^(α+β−1) (1 − (p/q)^α) / α; for α + β > 1, q·(h − the pivot's h). Without this subtraction,
-        the slope of an outcome with a probability near 1 would outweigh all other slopes.
+        """q·h with h = q^(α+β−1) (1 − (p/q)^α) / α; for α + β > 1, q·(h − the pivot's h).
+
+        Without this subtraction, the slope of an outcome with a probability near 1 would outweigh all other slopes.
         """
         alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
         if total == 0:

@@ -48,8 +48,9 @@ REMOVED = ("acceptance", "uld")
 
 @dataclass(frozen=True)
 class Summand:
-    """One summand: `coefficient * name(*arguments, **keywords)`. place: the summand's position in the expression, in
-    words; "" if there is no other summand.
+    """One summand: `coefficient * name(*arguments, **keywords)`.
+
+    place: the summand's position in the expression, in words; "" if there is no other summand.
     """
 
     coefficient: float
@@ -59,8 +60,11 @@ class Summand:
     place: str = field(default="", compare=False)
 
     def call(self, make: Callable[..., Made], example: str = "") -> Made:
-        """Call `make` with the arguments. Raises ValueError, with the summand's place, if `make` raises one, and for
-        a wrong number or name of arguments. example: valid arguments for the message about a missing argument.
+        """Call `make` with the arguments.
+
+        example: valid arguments for the message about a missing argument.
+
+        Raises ValueError, with the summand's place, if `make` raises one, or for a wrong number or name of arguments.
         """
         signature = inspect.signature(make)
         try:
@@ -80,8 +84,12 @@ class Summand:
 
 
 def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summand]:
-    """Return the summands of an expression, in order. Raises a ValueError that quotes the invalid part of the text.
-    take_words: by name, the keywords of the arguments that are words; "*" stands for all positional arguments.
+    """Return the summands of an expression, in order.
+
+    take_words: for each name with such arguments, the keywords of the arguments that are words; "*" stands for all
+        positional arguments.
+
+    Raises a ValueError that quotes the invalid part of the text.
     """
     text = text.strip()
     try:
@@ -98,7 +106,7 @@ def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summa
 
 
 def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[dict[str, Any], list[Summand]]:
-    """Return an expression's fields of `ObjectiveSpec`, except the divergence, and its divergences.
+    """Return the fields of `ObjectiveSpec` that an expression sets, except its divergence; and the divergences.
 
     kinds: the divergences that the text may name.
 
@@ -138,8 +146,9 @@ def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[d
 def unknown_name(
     summand: Summand, kinds: DivergenceKinds, others: Mapping[str, Iterable[str]] = MappingProxyType({})
 ) -> ValueError:
-    """Return a ValueError for a summand with an unknown name; its message suggests the nearest known name. others:
-    known names that are not divergences, each with the synonyms that other projects use.
+    """Return a ValueError for a summand with an unknown name; its message suggests the nearest known name.
+
+    others: known names that are not divergences, each with the synonyms that other projects use.
     """
     if summand.name.lower() in REMOVED:
         return ValueError(

@@ -155,7 +155,9 @@ def _objective(
     normalizer: float | Tensor,
     chunk_tokens: int | None,
 ) -> ObjectiveOutput:
-    """provide: returns the provider of logits for the terms. It adds to these gradients, or to new ones for None."""
+    """provide: returns the provider of logits for terms and gradients. The provider adds to these gradients, or to
+    new gradients for None.
+    """
     tokens = len(_first_leaf(leaves)[1])
     totals, gradients = None, None
     for index, terms in groups:

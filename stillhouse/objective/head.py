@@ -150,8 +150,9 @@ class Projection:
             self._add_product(total_VD[panel], operand_CV[:, panel].t(), hidden_CD)
 
     def _aligned_panels(self) -> list[slice]:
-        """Return the vocabulary as slices: on a GPU, a multiple of `ALIGNED` rows, and the few rows after them. On an
-        H100, the product for logits took seven times as long with 151,665 rows as with 151,936 (docs/gpu.md).
+        """Return the vocabulary as slices: on a GPU, a multiple of `ALIGNED` rows, and the few rows after them.
+
+        On an H100, the product for logits took seven times as long with 151,665 rows as with 151,936 (docs/gpu.md).
         """
         rows = len(self.weight_VD)
         border = rows // ALIGNED * ALIGNED

@@ -93,7 +93,7 @@ def teacher_log_probs(
     """Return the teacher's log p of labels_T at a temperature, [T], at least float32; 0 at a negative label.
 
     signal: `FullVocab`, `DenseLogits`, `Mixture`, or a `TopK` or `Chosen` whose ids include the label.
-    vocabulary: the number of tokens with a probability (`common_vocabulary`), or None for all tokens.
+    vocabulary: the number of tokens with a probability (`common_vocabulary`), or None for all tokens of the teacher.
     shard: the student's shard; needed if `DenseLogits` have only this rank's columns.
     valid_index: the rows to compute, among them all rows with a label. For None, see `linear_objective`.
 

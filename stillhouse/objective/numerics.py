@@ -85,6 +85,7 @@ def finite(reference: Tensor) -> Tensor:
 
 def log_sum_exp(largest: Tensor, others: Tensor) -> Tensor:
     """log Σ e^l where all e^l ≤ 1. largest: the number of terms that are 1. others: the sum of the other terms.
+
     `others` is separate, because it may be as small as 1e-6, and would lose its digits in a sum with 1.
     """
     return torch.log1p(others + (largest - 1))

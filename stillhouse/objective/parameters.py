@@ -214,12 +214,12 @@ class PolicySettings:
 
     @property
     def kind(self) -> Surrogate:
-        """The surrogate, or its default."""
+        """The given surrogate, or the default."""
         return self.surrogate or ("clip" if self._limits else "corrected")
 
     @property
     def clips(self) -> tuple[float, float]:
-        """clip_low and clip_high, or their default."""
+        """clip_low and clip_high, each with its default."""
         return 0.2 if self.clip_low is None else self.clip_low, 0.2 if self.clip_high is None else self.clip_high
 
     @property
@@ -229,6 +229,7 @@ class PolicySettings:
 
     def in_words(self, corrected: str) -> str:
         """Return the words about the ratio and the penalty, for a place after the words about the advantage.
+
         corrected: the words about the importance correction, for the surrogate "corrected".
         """
         ratio = "ratio" if self.ratio == "token" else "ratio of each sequence"

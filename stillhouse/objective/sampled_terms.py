@@ -67,7 +67,10 @@ NO_CORRECTION = Correction()
 
 
 class SampledTerm(LabelTerm):
-    """A term with the value φ(log q) at the labels. row_temperatures: if given, they replace `temperature`."""
+    """A term with the value φ(log q) at the labels.
+
+    row_temperatures: each row's temperature; if given, they replace `temperature`.
+    """
 
     row_temperatures: RowTemperatures | None = None
 
@@ -334,8 +337,9 @@ class LogProb(SampledTerm):
 
 @dataclass(frozen=True, eq=False)
 class Continuation(SampledTerm):
-    """−log q(label) at a temperature that divides the student's logits, for the later tokens of a `SpanSignal`. Its
-    metric is not called cross-entropy, because it is a part of the divergence. For the options, see `Distill`.
+    """−log q(label) at a temperature that divides the student's logits, for the later tokens of a `SpanSignal`.
+
+    Its metric is not called cross-entropy, because it is a part of the divergence. For the options, see `Distill`.
     """
 
     labels_T: Tensor

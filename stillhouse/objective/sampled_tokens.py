@@ -39,7 +39,7 @@ DATASET, STUDENT, TEACHER = ORIGINS = ("dataset", "student", "teacher")
 
 
 def origin_masks(labels_T: Tensor, per_token: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a mask of each origin's rows, [T] bool. Without the tensors of rollouts, every origin is the dataset."""
+    """Return a mask of each origin's rows, [T] bool. Without the tensors of rollouts, all rows are the dataset's."""
     if IS_SAMPLED not in per_token:
         none_T = torch.zeros_like(labels_T, dtype=torch.bool)
         return {DATASET: ~none_T, STUDENT: none_T, TEACHER: none_T}
@@ -128,6 +128,7 @@ class SampledTokens:
     @torch.no_grad()
     def sequence_ratios(self, temperatures: Temperatures) -> Tensor:
         """Return `sequence_ratios` of the student's present and old log-probabilities of the sampled tokens, [T].
+
         This projects the hidden states once more. Over a sharded head, each chunk takes one all-gather.
         """
         if self.hidden_TD is None or self.student is None or self.document_T is None:

@@ -56,7 +56,10 @@ class Signal:
 
     @property
     def temperature(self) -> float | None:
-        """The temperature of the signal's probabilities, or None if it has logits or the term's temperature."""
+        """The temperature of the signal's probabilities.
+
+        It is None if the signal has logits, or if its probabilities are at the term's temperature.
+        """
         return None
 
     def require_temperature(self, temperature: float) -> None:
@@ -245,7 +248,7 @@ class SpanSignal(Signal):
     It has student tokens y_0 … y_k, teacher tokens x_0 … x_l and the probability P = Π_j p(x_j) (GOLD's merged
     probability).
 
-        row of y_0          a divergence over the student's ids; P is the probability of y_0
+        row of y_0          a divergence over the student's ids; P is added to the probability of y_0
         rows of y_1 … y_k   P · (−log q(y_j)), for every divergence (`Continuation`)
 
     By the chain rule, forward KL of the whole span is the sum of these values.
@@ -308,8 +311,9 @@ def first_occurrence(ids_TK: Tensor, vocabulary: int) -> Tensor:
 
 
 def teacher_tail(signal: SparseSignal, log_p_TK: Tensor, student_tail_T: Tensor) -> Tensor:
-    """Return the log of the teacher's mass outside the ids, [T]. A computed mass is at least `TAIL_FLOOR`, but it is
-    0 where the student has no mass outside the ids (K = V).
+    """Return the log of the teacher's mass outside the ids, [T].
+
+    A computed mass is at least `TAIL_FLOOR`, but it is 0 where the student has no mass outside the ids (K = V).
     """
     if signal.tail_log_prob_T is not None:
         return signal.tail_log_prob_T.to(log_p_TK.dtype)

@@ -24,8 +24,9 @@ LOG_ZERO = -100.0
 def sparse(
     tile: Tile, signal: SparseSignal, divergence: Divergence, temperature: float, weights_C: Tensor
 ) -> TermResult:
-    """Compute a divergence over the K ids of a row and, with the tail "bucket", one more outcome for the rest. Absent
-    ids have no mass on either side and contribute nothing: f(−inf, −inf) = 0, slope 0.
+    """Compute a divergence over the K ids of a row and, with the tail "bucket", one more outcome for the rest.
+
+    Absent ids have no mass on either side and contribute nothing: f(−inf, −inf) = 0, slope 0.
     """
     chunk = signal.rows(tile.rows)
     log_q_CK = tile.log_probs_at(signal.ids_TK, temperature)

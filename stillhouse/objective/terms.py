@@ -59,8 +59,9 @@ class Term(ABC):
         """Request every statistic and every gradient coefficient of a tile that `add_to` uses."""
 
     def check(self, tile: Tile) -> None:  # noqa: B027 (most terms support all values)
-        """Raise ValueError for values on the tile's rows that the term does not support. Values are checked only on a
-        CPU, since a check would wait for a GPU.
+        """Raise ValueError for values on the tile's rows that the term does not support.
+
+        Values are checked only on a CPU, since a check would wait for a GPU.
         """
 
     @abstractmethod
@@ -186,20 +187,7 @@ class Distill(Term):
                 f"signal is of type {type(self.signal).__name__}: expected what a teacher's `signal(ids)` returns, or"
                 " FullVocab(hidden, head), DenseLogits(logits), TopK(…)"
             )
-        if isinstance(self.divergence, type) and issubclass(self.divergence, Divergence):
-            name = self.divergence.__name__
-            raise ValueError(
-                f"divergence is the class {name}: expected one such as forward_kl() or jsd(0.5): {name}(…)"
-            )
-        if not isinstance(self.divergence, Divergence):
-            raise ValueError(
-                f"divergence is of type {type(self.divergence).__name__}: expected one such as forward_kl() or "
-                "jsd(0.5); your own class is a frozen dataclass that derives from Divergence and has "
-                "definition, balanced and balanced_slope"
-            )
-        for _, part in weighted_parts(self.divergence):
-            expected = "a class variable with its Definition(name, value, slope), as docs/extending.md shows it"
-            require_attribute("divergence", part, "definition", expected)
+        _require_divergence(self.divergence)
         super().__post_init__()
         if self.label is not None and (not self.label or "#" in self.label):
             raise ValueError(
@@ -254,19 +242,7 @@ class Distill(Term):
             case SparseSignal():
                 result = sparse(tile, self.signal, self.divergence, self.temperature, weights_C)
             case _:
-                values, value_C = dict[str, Tensor](), torch.zeros_like(weights_C)
-                for coefficient, part in weighted_parts(self.divergence):
-                    values[str(part)], slope_C = tile.divergence(part, self.signal, self.temperature)
-                    value_C = value_C + coefficient * values[str(part)]
-                    if tile.needs_gradient:
-                        tile.add_slope(part, self.signal, self.temperature, coefficient * weights_C)
-                        tile.add_probability(self.temperature, expect(coefficient * weights_C, -slope_C))
-                statistics = {
-                    "student_entropy": tile.entropy(self.temperature),
-                    "teacher_entropy": tile.teacher_entropy(self.signal, self.temperature),
-                    "agreement": tile.agreement(self.signal),
-                }
-                result = TermResult(value_C, statistics, values if isinstance(self.divergence, WeightedSum) else {})
+                result = _dense(tile, self.signal, self.divergence, self.temperature, weights_C)
         parts = {name: part_C * self.factor for name, part_C in result.parts.items()}
         return TermResult(result.value_C * self.factor, result.statistics, parts)
 
@@ -315,6 +291,21 @@ def require_attribute(role: str, value: object, name: str, expected: str) -> Non
         raise ValueError(f"{role} is of type {type(value).__name__}, which has no `{name}`: expected {expected}")
 
 
+def _require_divergence(divergence: object) -> None:
+    if isinstance(divergence, type) and issubclass(divergence, Divergence):
+        name = divergence.__name__
+        raise ValueError(f"divergence is the class {name}: expected one such as forward_kl() or jsd(0.5): {name}(…)")
+    if not isinstance(divergence, Divergence):
+        raise ValueError(
+            f"divergence is of type {type(divergence).__name__}: expected one such as forward_kl() or jsd(0.5); your "
+            "own class is a frozen dataclass that derives from Divergence and has definition, balanced and "
+            "balanced_slope"
+        )
+    for _, part in weighted_parts(divergence):
+        expected = "a class variable with its Definition(name, value, slope), as docs/extending.md shows it"
+        require_attribute("divergence", part, "definition", expected)
+
+
 def labelled(name: str, label: str | None) -> str:
     """Return the name of a value or statistic of a term with this label."""
     return name if label is None else f"{name}/{label}"
@@ -323,3 +314,20 @@ def labelled(name: str, label: str | None) -> str:
 def check_scale(scale: float) -> None:
     if isinstance(scale, bool) or not math.isfinite(scale):
         raise ValueError(f"scale={scale}: expected a finite number")
+
+
+def _dense(tile: Tile, signal: Signal, divergence: Divergence, temperature: float, weights_C: Tensor) -> TermResult:
+    parts: dict[str, Tensor] = {}
+    value_C = torch.zeros_like(weights_C)
+    for coefficient, part in weighted_parts(divergence):
+        parts[str(part)], slope_C = tile.divergence(part, signal, temperature)
+        value_C = value_C + coefficient * parts[str(part)]
+        if tile.needs_gradient:
+            tile.add_slope(part, signal, temperature, coefficient * weights_C)
+            tile.add_probability(temperature, expect(coefficient * weights_C, -slope_C))
+    statistics = {
+        "student_entropy": tile.entropy(temperature),
+        "teacher_entropy": tile.teacher_entropy(signal, temperature),
+        "agreement": tile.agreement(signal),
+    }
+    return TermResult(value_C, statistics, parts if isinstance(divergence, WeightedSum) else {})

@@ -202,6 +202,11 @@ class TopKLogits:
     def log_probs_CK(self) -> Tensor:
         return self.gap_CK - self.log_mass_C[:, None]
 
+    @property
+    def tail_log_prob_C(self) -> Tensor:
+        """The log of the mass outside the ids, from a separate sum: 1 − Σp has no correct digit on peaked rows."""
+        return self.outside_C.log() - self.log_mass_C
+
 
 def top_k(logits_CV: Tensor, k: int, shard: VocabShard | None, inside_C1: Tensor | None = None) -> TopKLogits:
     """Return the top K ids and the mass outside them. Over several ranks, this is one all-gather.

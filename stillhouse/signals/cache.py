@@ -45,16 +45,7 @@ class SignalCache(SignalStore):
 
     def __init__(self, folder: Path):
         self.folder, self.name, self.teacher_folder = folder, str(folder), folder / TEACHER
-        path = folder / INDEX
-        if not path.is_file():
-            unfinished = (folder / MANIFEST).is_file()
-            what = "is unfinished: the command that wrote it continues it" if unfinished else "is not a cache"
-            raise ValueError(f"{folder} {what}; expected a folder that `stillhouse cache` has written")
-        try:
-            hashes = json.loads(path.read_text(encoding="utf-8"))["sha256"]
-            self.hashes = {str(name): str(digest) for name, digest in hashes.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged: write the cache again ({error})") from error
+        self.hashes = _index(folder)
         # added files are refused, too, because a file such as an index may change which files are read
         present = {f"{TEACHER}/{path.name}" for path in self.teacher_folder.glob("*")}
         for name in sorted({MANIFEST} | present | {name for name in self.hashes if name.startswith(f"{TEACHER}/")}):
@@ -112,8 +103,9 @@ class SignalCache(SignalStore):
             self.read_document(document, stored.rows)
 
     def read_document(self, document: bytes, rows: range) -> dict[str, Tensor]:
-        """Return the signal of rows of one document, by its id. Raises ValueError if the cache lacks a row, if a
-        shard has changed, or if `problem_in` finds a problem.
+        """Return the signal of rows of one document, by its id.
+
+        Raises ValueError if the cache lacks a row, if a shard has changed, or if `problem_in` finds a problem.
         """
         stored = self.documents.get(document)
         if stored is None or not stored.has(rows):
@@ -171,3 +163,16 @@ class SignalCache(SignalStore):
         path = self._present(name)
         if file_hash(path) != self.hashes.get(name):
             raise ValueError(f"{path} was changed or added after the cache was written: write the cache again")
+
+
+def _index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX
+    if not path.is_file():
+        unfinished = (folder / MANIFEST).is_file()
+        what = "is unfinished: the command that wrote it continues it" if unfinished else "is not a cache"
+        raise ValueError(f"{folder} {what}; expected a folder that `stillhouse cache` has written")
+    try:
+        hashes = json.loads(path.read_text(encoding="utf-8"))["sha256"]
+        return {str(name): str(digest) for name, digest in hashes.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: write the cache again ({error})") from error

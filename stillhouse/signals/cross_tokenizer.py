@@ -71,7 +71,7 @@ class AlignedSpec(SignalSpec):
 
     def __str__(self) -> str:
         return (
-            f"merged probabilities of spans of text (teacher.cross_tokenizer=gold: an approximation, from the top "
+            "merged probabilities of spans of text (teacher.cross_tokenizer=gold: an approximation, from the top "
             f"{self.top_k} log-probabilities at temperature {self.temperature:g})"
         )
 

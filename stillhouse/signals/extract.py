@@ -75,8 +75,9 @@ class SignalRows(NamedTuple):
 
 @torch.no_grad()
 def extract(wanted: Wanted, hidden_states: Tensor, head: OutputHead, rows: SignalRows) -> dict[str, Tensor]:
-    """Return the tensors of `SignalSpec.tensors` or of `ranked_log_probs`, on the CPU. Under tensor parallelism, all
-    ranks must pass the same rows, and get the same tensors.
+    """Return the tensors of `SignalSpec.tensors` or of `ranked_log_probs`, on the CPU.
+
+    Under tensor parallelism, all ranks must pass the same rows, and get the same tensors.
     """
     values_CX = rows.values_CX
     hidden_CE = hidden_states.flatten(0, -2)[rows.index_C.to(hidden_states.device)]
@@ -95,7 +96,10 @@ def extract(wanted: Wanted, hidden_states: Tensor, head: OutputHead, rows: Signa
 
 
 def uniform_numbers(document: bytes, rows: range, draws: int) -> np.ndarray:
-    """Numbers in [0, 1) for some rows of a document, [rows, draws] float64. document: the document's id of 16 bytes.
+    """Numbers in [0, 1) for some rows of a document, [rows, draws] float64.
+
+    document: the document's id of 16 bytes.
+
     The numbers are computed from the generator's raw output, which is the same in all versions of numpy.
     """
     generator = np.random.Philox(key=int.from_bytes(document, "little"))
@@ -161,7 +165,7 @@ def top_k_log_probs(
             label_gap_C1 = (label_logit_C1 - best.largest_C[:, None]).masked_fill(is_known_C1, -math.inf)
             ids_CK = torch.cat([best.ids_CK, label_C1.masked_fill(is_known_C1, -1)], 1)
             best = replace(best, ids_CK=ids_CK, gap_CK=torch.cat([best.gap_CK, label_gap_C1], 1))
-        parts.append(_stored(best.ids_CK, best.log_probs_CK, best.outside_C.log() - best.log_mass_C, dtype))
+        parts.append(_stored(best.ids_CK, best.log_probs_CK, best.tail_log_prob_C, dtype))
     return _joined(parts)
 
 

@@ -18,8 +18,9 @@ from stillhouse.signals.signal_source import PendingSignals, SignalSource
 
 
 class WeightAverage:
-    """Exponential moving averages of the student's trained weights on this process, sharded like the weights. They
-    are at least float32, because rounding to bfloat16 would lose most of each update.
+    """Exponential moving averages of the student's trained weights on this process, sharded like the weights.
+
+    They are at least float32, because rounding to bfloat16 would lose most of each update.
     """
 
     def __init__(self, student: DistributedStudent, decay: float):
@@ -71,7 +72,9 @@ class SelfTeacher(SignalSource):
     """The student as its own teacher: with its present weights and a privileged prompt, or with averaged weights.
 
     The teacher runs at the beginning of each step, because it needs the step's weights. It runs in eval mode, without
-    gradients. autocast: the dtype of the student's matrix products. If it is None, they have the weights' dtype.
+    gradients.
+
+    autocast: the dtype of the student's matrix products. If it is None, they have the weights' dtype.
     """
 
     def __init__(

@@ -46,8 +46,9 @@ Outcome: TypeAlias = dict[str, Tensor] | NotFiniteError
 
 
 class Scorer:
-    """Scores documents with a teacher. Under tensor parallelism, all ranks must score the same batches. media_inputs:
-    the result of `proven_media_inputs`. If it is None, documents with media are refused.
+    """Scores documents with a teacher. Under tensor parallelism, all ranks must score the same batches.
+
+    media_inputs: the result of `proven_media_inputs`. If it is None, documents with media are refused.
     """
 
     def __init__(self, runner: Runner, device: torch.device, media_inputs: MediaInputs | None = None):
@@ -56,6 +57,7 @@ class Scorer:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
         """For each request, return its tensors on the CPU, or a `NotFiniteError` if the tensors are not finite.
+
         Raises RuntimeError if the forward pass fails, and ValueError for media that do not fit their documents.
         """
         outcomes: list[Outcome] = []
@@ -71,8 +73,9 @@ class Scorer:
         return outcomes
 
     def tensors(self, requests: Sequence[ScoreRequest], batch_tokens: int | None = None) -> list[dict[str, Tensor]]:
-        """Return the tensors of each request on the CPU. They may not be finite. batch_tokens: the maximum number of
-        tokens of several documents in one forward pass; None if there is no limit
+        """Return the tensors of each request on the CPU. They may not be finite.
+
+        batch_tokens: the maximum number of tokens in a forward pass of several documents; None for one pass for all
         """
         media_inputs: MediaInputs | None = None
         if any(request.has_media for request in requests):

@@ -73,8 +73,9 @@ class RequestedSteps(Iterator[tuple[ShardedMicroBatches, PendingSignals]]):
         self._requested: deque[tuple[ShardedMicroBatches, PendingSignals]] = deque()
 
     def build_next(self) -> None:
-        """Build the next step's micro-batches while the device computes the present step. Their signals are not
-        requested yet, because a request may need the weights after the present step.
+        """Build the next step's micro-batches while the device computes the present step.
+
+        Their signals are not requested yet, because a request may need the weights after the present step.
         """
         if not self._built:
             self._built.extend(islice(self._steps, 1))

@@ -80,6 +80,7 @@ class SignalStore(ABC):
     @abstractmethod
     def require(self, documents: Documents, what: str, media_inputs: MediaInputs | None = None) -> None:
         """Raise ValueError unless the store has signals for these documents, whose name in the message is `what`.
+
         media_inputs: makes the tensors of the documents' media; None if the data has no media
         """
 
@@ -90,8 +91,9 @@ class SignalStore(ABC):
 
     @abstractmethod
     def read(self, wanted: Sequence[DocumentRows]) -> Sequence[dict[str, Tensor]]:
-        """The signal's tensors for each document, on the CPU. Several threads may call this at once. Raises
-        ValueError or OSError if the signals are not available.
+        """The signal's tensors for each document, on the CPU. Several threads may call this at once.
+
+        Raises ValueError or OSError if the signals are not available.
         """
 
     def close(self) -> None:  # noqa: B027 (a store in this process has nothing to abandon)
@@ -154,7 +156,7 @@ class StoredTeacher(SignalSource):
     def _received(self, reading: "Future[StepTensors] | None", micro_batches: ShardedMicroBatches) -> list[Signals]:
         """Wait until all processes have read, and move the tensors to the device. A collective of all processes.
 
-        reading: the result of `_read` in a thread, or None on a process that does not read
+        reading: the future result of `_read`, or None on a process that does not read
         Raises SignalsLostError on all processes if a process could not read.
         """
         error, tensors = "", StepTensors()
@@ -233,6 +235,7 @@ class StoredTeacher(SignalSource):
 
 class ChosenTeacher(StoredTeacher):
     """Requests the teacher's log-probabilities of the student's top-k ids, except ids that the teacher's head lacks.
+
     autocast: the dtype of the student's matrix products. If it is None, they have the dtype of its weights.
     """
 

@@ -37,8 +37,9 @@ def save_teacher(folder: Path, teacher: Decoder, tokenizer: PreTrainedTokenizerB
 
 
 def head_of(folder: Path | str, dtype: str = "auto", *, multimodal: bool = False) -> Decoder:
-    """Load the output head from a model's folder, on the CPU, without the layers. multimodal: whether to load the
-    class that reads media beside text, if the family also has a class for text only
+    """Load the output head from a model's folder, on the CPU, without the layers.
+
+    multimodal: whether to load the class that reads media beside text, if the family also has a class for text only
     """
     decoder = only_head(partial(empty_decoder, str(folder), dtype=dtype, multimodal=multimodal))
     load_weights(decoder, str(folder), torch.device("cpu"))
@@ -46,8 +47,9 @@ def head_of(folder: Path | str, dtype: str = "auto", *, multimodal: bool = False
 
 
 def files_of_head(folder: Path) -> list[str]:
-    """Return the files in which the output head is, or all files if no weight has a known name of a head. The files
-    need not be in the folder, but the index must be there if the model has one.
+    """Return the files in which the output head is, or all files if no weight has a known name of a head.
+
+    The files need not be in the folder, but the index must be there if the model has one.
     """
     files = {name: path.name for name, path in tensor_files(folder, partial=True).items()}
     head_files = {file for name, file in files.items() if name.rpartition(".")[0].endswith(HEAD_NAMES)}

@@ -67,8 +67,12 @@ def run_chunks(
     valid_index: Tensor | None,
     chunk_tokens: int | None,
 ) -> Totals:
-    """Add the gradient of the terms' loss on these rows to the provider's gradients, and return the sums. tokens: T.
-    valid_index: the rows to compute, or None for all rows. For other arguments, see `linear_objective`.
+    """Add the gradient of the terms' loss on these rows to the provider's gradients, and return the sums.
+
+    tokens: T.
+    valid_index: the rows to compute, or None for all rows.
+
+    For the other arguments, see `linear_objective`.
     """
     totals = Totals(terms, tokens, provider.dtype, provider.device)
     one = torch.ones(1, dtype=provider.dtype, device=provider.device)
@@ -230,8 +234,9 @@ class _Object:
 class TermLayout:
     """The properties on which the code of a pass's terms depends. With equal layouts, the code is the same.
 
-    tensors, tiles: the numbers of the terms' tensors and of tiles. first: the first id of the vocabulary on this
-    rank. dtype, rounded: the dtypes of the logits and of their gradient.
+    tensors, tiles: the numbers of the terms' tensors and of tiles.
+    first: the first id of the vocabulary on this rank.
+    dtype, rounded: the dtypes of the logits and of their gradient.
     keys: the keys of the sums that `finish_rows` returns; it also sets them.
     """
 

@@ -43,8 +43,10 @@ def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[
 
 
 def run_rows(function: Callable[..., Any], plan: Hashable, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
-    """Call function(plan, *arguments), which is compiled on a GPU, because it is hundreds of small kernels. plan: the
-    values on which the function's code depends. partly: the tiles of which it reads only a few columns.
+    """Call function(plan, *arguments), which is compiled on a GPU, because it is hundreds of small kernels.
+
+    plan: the values on which the function's code depends.
+    partly: the tiles of which it reads only a few columns.
     """
     if tensors_of(arguments)[0].device.type not in ROW_DEVICES:
         return function(plan, *arguments)
@@ -73,7 +75,7 @@ def tensors_of(arguments: Sequence[Any]) -> list[Tensor]:
 
 
 def _fused(function: Callable[..., Any], plan: Any, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
-    """The first dim of every tensor is the rows. Its size varies, and the other sizes are constants."""
+    """The first dim of every tensor is the rows. Their number varies, and the other sizes are constants."""
     tensors = tensors_of(arguments)
     # the terms' own code can fail to compile where the other functions do not
     where = tensors[0].device.type, function.__name__ if plan is None else "pointwise"

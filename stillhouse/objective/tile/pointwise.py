@@ -67,8 +67,9 @@ def raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
 
 
 def normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -> Tensor:
-    """Return the sums of each pair in `plan.two_sweep`, [B, X]: Σf and Σq·h. Tiles [B, P, V] of P pieces and
-    normalizers [B, 1, X] give [B, P, X].
+    """Return the sums of each pair in `plan.two_sweep`, [B, X]: Σf and Σq·h.
+
+    Tiles [B, P, V] of P pieces and normalizers [B, 1, X] give [B, P, X].
     """
     rows = dict(zip(plan.normalizers, normalizers_BX.split(1, -1), strict=True))
     both = _sides(plan, tiles_BV, rows)
@@ -91,7 +92,7 @@ def gradient(
 
     out_BV: by default the first tile, the student's logits. rows_BX: the columns of `plan.normalizers` and
     `plan.coefficients`. A row with `counted` = 0 may contain any values, and its gradient is 0. outside_BV: a mask
-    for each bucket, true at tokens outside the bucket's signal ids; by default all tokens.
+    for each bucket, true at tokens outside the bucket's signal ids; by default true everywhere.
     """
     rows = dict(zip([*plan.normalizers, *plan.coefficients], rows_BX.split(1, -1), strict=True))
     logits_BV = tiles_BV[0]
@@ -120,8 +121,9 @@ def gradient(
 
 
 def log_mean(plan: PointwisePlan, tiles_BV: Sequence[Tensor], rows_BX: Tensor) -> None:
-    """Overwrite the first tile with τ·log Σ_i e^(l_i − c_i), with l_i = (logits of tile i − reference_i) / τ. τ is
-    the plan's only temperature. rows_BX: reference_i and c_i of each tile, [B, 2·tiles].
+    """Overwrite the first tile with τ·log Σ_i e^(l_i − c_i), with l_i = (logits of tile i − reference_i) / τ.
+
+    τ is the plan's only temperature. rows_BX: reference_i and c_i of each tile, [B, 2·tiles].
     """
     (temperature,) = plan.temperatures
     columns = iter(rows_BX.split(1, 1))

@@ -68,6 +68,7 @@ def sums_and_logits(
     plan_and_first: tuple[PointwisePlan, int], sums_CPX: Tensor, logits_CV: Tensor, ids: Sequence[Tensor]
 ) -> Tensor:
     """Return the raw sums of all pieces together, and the logits at ids; −inf at ids that are not on this rank.
+
     plan_and_first: the plan, and the first id on this rank.
     """
     plan, first = plan_and_first

@@ -169,8 +169,9 @@ class Tile:
         return torch.cat([rows.normalizers_CX, torch.stack(coefficients, 1)], 1)
 
     def gradient_at_ids(self, rows_CX: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """Return the gradient at the ids of `add_at`: [columns, gradients], [C, N] each. With buckets or many ids,
-        return the columns and values of every `add_at`, which are added later.
+        """Return the gradient at the ids of `add_at`: [columns, gradients], [C, N] each.
+
+        With buckets or many ids, return the columns and values of every `add_at`, which are added later.
         """
         if self._plan.buckets or sum(ids.shape[1] for ids, _ in self._added) > MOST_IDS:
             return [tensor for pair in self._added for tensor in pair]
