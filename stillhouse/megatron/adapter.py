@@ -94,9 +94,8 @@ def add_adapter(chunks: Sequence[Any], table: WeightTable, decoder: Decoder) -> 
 
     table: the blocks of the chunks' own weights.
 
-    Returns `table` with the blocks of the matrices, which have no values yet. Without an adapter, `table` is returned
-    and nothing changes. Raises ValueError for an adapter with dropout, and for a chunk without matrices of the
-    adapter.
+    Returns `table` with the blocks of the matrices, which have no values yet. Without an adapter, returns `table` and
+    changes nothing. Raises ValueError for an adapter with dropout, and for a chunk without its matrices.
     """
     lora = decoder.lora
     if lora is None:

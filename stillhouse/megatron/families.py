@@ -35,7 +35,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """A parameter on this rank. names: the names of its tensors in the full model. shape: the shape on this rank."""
+    """A parameter on this rank.
+
+    names: the names of its tensors in the full model.
+    shape: the shape on this rank.
+    """
 
     names: Sequence[str]
     shape: Sequence[int]

@@ -167,8 +167,7 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 class LogProbs:
     """The log-probability of each row's label (0 without a label) and the entropy of each row's distribution in nats.
 
-    Both are differentiable and at least float32. The class is not a tuple, because models may convert tensors in a
-    tuple.
+    Both are differentiable and at least float32. This is not a tuple, because models may convert tensors in tuples.
     """
 
     log_probs_BS: Tensor

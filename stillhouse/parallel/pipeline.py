@@ -221,7 +221,7 @@ class _Stage(nn.Module):
             # 1-D, because the schedule cannot merge 0-D losses
             return torch.stack([output.loss]) if torch.is_grad_enabled() else ()
         passed = (result.output,) if result.teacher_BSE is None else (result.output, result.teacher_BSE)
-        # if the next stage is on the same rank (ZBV), torch detaches these tensors in place, and it detaches no view
+        # if the next stage is on the same rank (ZBV), torch detaches these tensors in place; views do not allow this
         return tuple(hidden if hidden._base is None else hidden.clone() for hidden in passed)
 
 
