@@ -49,3 +49,15 @@ def document_starts(position_ids_BS: Tensor) -> Tensor:
     begins_BS = torch.ones_like(position_ids_BS, dtype=torch.bool)
     begins_BS[:, 1:] = position_ids_BS[:, 1:] != position_ids_BS[:, :-1] + 1
     return begins_BS.flatten()
+
+
+def require_separable(position_ids: Tensor, attention_mask: Tensor) -> None:
+    """Raise ValueError if the attention mask of these inputs would not separate their documents."""
+    if attention_mask.dim() != 2:  # a mask per pair of tokens can separate documents itself
+        return
+    tokens = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
+    if bool((tokens & (position_ids[:, 1:] <= position_ids[:, :-1])).any()):
+        raise ValueError(
+            "position_ids restart within a row and an attention_mask is given, with which the row's documents "
+            "see each other: expected attention_mask=None for packed rows (padding as a separate document)"
+        )

@@ -37,11 +37,12 @@ class LoraBranch(nn.Module):
     """Computes the addition of an adapter to the output of a linear layer. `add` is a forward hook of the layer.
 
     rows: (projection, number of rows) for each part of the layer's output on this rank, in order; the projection is
-    None if it has no adapter. If the layer's output is sharded over the tensor ranks (column parallel), the rows of B
-    are sharded, too, and each rank has the full A. If the layer's input is sharded (row parallel), the columns of A
-    are sharded, and each rank has the full B. Tensor ranks communicate only A x, [S, B, R] for each projection. With
-    sequence parallelism, each rank computes the gradient of the full matrix from the tokens on this rank, and
-    Megatron-Core sums these gradients.
+        None if it has no adapter.
+
+    If the layer's output is sharded over the tensor ranks (column parallel), the rows of B are sharded, too, and each
+    rank has the full A. If the layer's input is sharded (row parallel), the columns of A are sharded, and each rank
+    has the full B. Tensor ranks communicate only A x, [S, B, R] for each projection. With sequence parallelism, each
+    rank computes the gradient of the full matrix from its tokens, and Megatron-Core sums these gradients.
     """
 
     def __init__(self, layer: Any, rows: Sequence[tuple[str | None, int]], lora: Lora):
@@ -89,11 +90,12 @@ class LoraBranch(nn.Module):
 
 
 def add_adapter(chunks: Sequence[Any], table: WeightTable, decoder: Decoder) -> WeightTable:
-    """Add the matrices of the decoder's adapter to the chunks, and freeze all other parameters. Returns `table` with
-    the blocks of the matrices, which have no values yet.
+    """Add the matrices of the decoder's adapter to the chunks, and freeze all other parameters.
 
-    table: the blocks of the chunks' own weights. Raises ValueError for an adapter with dropout, and for a chunk
-    without matrices of the adapter.
+    table: the blocks of the chunks' own weights.
+
+    Returns `table` with the blocks of the matrices, which have no values yet. Without an adapter, returns `table` and
+    changes nothing. Raises ValueError for an adapter with dropout, and for a chunk without its matrices.
     """
     lora = decoder.lora
     if lora is None:
@@ -147,7 +149,9 @@ def _add_branch(
 ) -> Iterator[Block]:
     """Add the branch of one layer, and yield the blocks of its matrices.
 
-    number: the chunk's number. path: the layer's name in the chunk. blocks: the blocks of the layer's weight.
+    number: the chunk's number.
+    path: the layer's name in the chunk.
+    blocks: the blocks of the layer's weight.
     """
     # peft has no LoRA on routers, experts and shared experts (whose messages may be outside their layers)
     assert isinstance(layer, ColumnParallelLinear | RowParallelLinear), path

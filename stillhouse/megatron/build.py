@@ -78,7 +78,7 @@ def build_megatron_student(
     settings, data_parallel = split_options(layout.options)
     if layout.recompute and any(name.startswith("recompute_") for name in settings):
         raise ValueError("train.activation_checkpointing with parallel.megatron.recompute_…: expected one of the two")
-    parallel_state.destroy_model_parallel()  # of an earlier layout, whose student is not used any more
+    parallel_state.destroy_model_parallel()  # the groups of an earlier student, which is not used any more
     parallel_state.initialize_model_parallel(**sizes, num_distributed_optimizer_instances=layout.degrees.replicate)
     options = sizes | settings
     # with as many micro-batches as ranks, the interleaved schedule waits forever if its stages also send shapes
@@ -115,8 +115,9 @@ def _teacher_head(source: ModelSource, layout: Layout, mesh: Mesh) -> DecoderHea
 def _build_model(
     source: ModelSource, layout: Layout, mesh: Mesh, options: Mapping[str, Any], *, is_student: bool, prove: bool
 ) -> Chunks:
-    """Return a model's chunks with their weights. options: the options of `transformer_config` that come from the
-    layout and from `parallel.megatron`
+    """Return a model's chunks with their weights.
+
+    options: the options of `transformer_config` that come from the layout and from `parallel.megatron`
     """
     decoder = source.build()
     dtype = next(decoder.parameters()).dtype
@@ -154,8 +155,9 @@ def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
     """Compare the logits on each rank of the last stage with transformers' logits. A collective of all processes.
 
     Megatron-Core's layers get documents of different lengths, as in a run. Transformers' layers get one document per
-    row. One process runs transformers; at a time, it has about as many layers as a process of this layout has.
-    During the proof, an adapter has other matrices, because the initial B is 0.
+    row. One process runs transformers; at a time, it has about as many layers as a process of this layout has. During
+    the proof, an adapter has other matrices, because the initial B is 0.
+
     Returns the largest error (see `TOLERANCE`). Raises ProofError on all processes.
     """
     degrees, dtype = mesh.degrees, chunks.transformer.params_dtype
@@ -224,8 +226,9 @@ def megatron_logits(
 
 
 def _logits_of_transformers(source: ModelSource, ids_NL: Tensor, parts: int) -> Tensor:
-    """Return logits [K, N, L, V]. parts: the number of parts into which the layers are divided; one part is loaded at
-    a time.
+    """Return logits [K, N, L, V].
+
+    parts: the number of parts into which the layers are divided; one part is loaded at a time.
     """
     full = source.build()
     count, mtp = full.config.num_hidden_layers, {} if full.mtp is None else {"mtp_input_ids": ids_NL}

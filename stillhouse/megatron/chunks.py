@@ -59,10 +59,11 @@ from stillhouse.parallel.layer_loss_interface import LayerLoss
 class Chunks:
     """A model's chunks on this rank, which are the model's pipeline stages here.
 
-    processor: calls the output processor of a pass. unrounded: the weights in float32 that were rounded to the
-    parameters' dtype; the optimizer reads them. wrapped: the chunks in wrappers that sum the gradients of the data
-    ranks; empty for a frozen model. packs: whether the documents of a micro-batch are packed; otherwise, each
-    document has a row. decoder: the full model without values.
+    decoder: the full model without values.
+    processor: calls the output processor of a pass.
+    unrounded: the weights in float32 that were rounded to the parameters' dtype; the optimizer reads them.
+    wrapped: the chunks in wrappers that sum the gradients of the data ranks; empty for a frozen model.
+    packs: whether the documents of a micro-batch are packed; otherwise, each document has a row.
     """
 
     decoder: Decoder
@@ -101,8 +102,10 @@ class Chunks:
         return cls(decoder, transformer, models, table, processor, unrounded, balance=balance, packs=packs)
 
     def trained(self, replicas: int = 1, **options: Any) -> "Chunks":
-        """Return the chunks with wrappers that sum gradients. replicas: the number of replicas of the optimizer's
-        shards. options: further fields of `DistributedDataParallelConfig`.
+        """Return the chunks with wrappers that sum gradients.
+
+        replicas: the number of replicas of the optimizer's shards.
+        options: further fields of `DistributedDataParallelConfig`.
         """
         # gradients are not divided by a number of tokens, because the losses are divided by the step's normalizer
         self.transformer.finalize_model_grads_func = lambda models, num_tokens=None, **others: reduce_gradients(
@@ -153,9 +156,11 @@ class Chunks:
     ) -> list[Any]:
         """Run micro-batches through Megatron-Core's schedule, and return the processor's results on the last stage.
 
-        backward: whether to add the gradients of the results' losses. losses: the load-balancing losses, if any.
-        If the inputs have a loss of MTP layers, the processor gets a tuple of the hidden states of all depths.
-        Raises ValueError if the model did not call the processor.
+        backward: whether to add the gradients of the results' losses.
+        losses: the load-balancing losses, if any.
+
+        If the inputs have a loss of MTP layers, the processor gets a tuple of the hidden states of all depths. Raises
+        ValueError if the model did not call the processor.
         """
         is_interleaved = self.transformer.virtual_pipeline_model_parallel_size is not None
         with_depths = self.depths > 0 and bool(inputs[0].losses)
@@ -200,8 +205,9 @@ class _SchedulePass:
         chunks.processor.processor = self._process
 
     def forward_step(self, data: Iterator[Any], model: nn.Module) -> tuple[Any, Any]:
-        """Run a chunk on the next micro-batch. data: yields the rows, the processor's context, and the load-balancing
-        loss of each micro-batch.
+        """Run a chunk on the next micro-batch.
+
+        data: yields the rows, the processor's context, and the load-balancing loss of each micro-batch.
         """
         rows, context, loss = next(data)
         balance = self._chunks.balance
@@ -255,13 +261,15 @@ def build_chunks(config: PreTrainedConfig, transformer: TransformerConfig) -> li
     config: the transformers configuration from which `transformer` was made. If the head is tied under a pipeline,
     the call is a collective of the first and the last stage.
     """
-    family, count = require_family(config), transformer.virtual_pipeline_model_parallel_size
+    family = require_family(config)
+    count = transformer.virtual_pipeline_model_parallel_size
     has_engine = transformer.transformer_impl == "transformer_engine"
     rows, ranks = config.vocab_size, transformer.tensor_model_parallel_size
     chunks = []
     for vp_stage in [None] if count is None else range(count):
         ignore_virtual = vp_stage is None
-        block, mtp = _block_spec(config, transformer, family, vp_stage), None
+        block = _block_spec(config, transformer, family, vp_stage)
+        mtp = None
         if transformer.mtp_num_layers:  # these layers are like the last layer
             mtp = get_gpt_mtp_block_spec(transformer, block, has_engine, vp_stage=vp_stage)
         for layer in () if mtp is None or has_engine else mtp.layer_specs:

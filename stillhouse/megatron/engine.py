@@ -37,7 +37,12 @@ class MegatronEngine(Engine):
         autocast: torch.dtype | None = None,
         **options: Any,
     ):
-        """Create the engine. options: see `Engine`. Raises ValueError for an option that is not supported here."""
+        """Create the engine.
+
+        options: see `Engine`.
+
+        Raises ValueError for an option that is not supported here.
+        """
         super().__init__(student, objective, **options)
         # a run's configuration with these options is already refused before a model is loaded
         others = [part.key for part in self.parts if not isinstance(part, (MtpLoss, RouterBalancing))]

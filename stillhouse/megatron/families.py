@@ -35,7 +35,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """A parameter on this rank. names: the names of its tensors in the full model. shape: the shape on this rank."""
+    """A parameter on this rank.
+
+    names: the names of its tensors in the full model.
+    shape: the shape on this rank.
+    """
 
     names: Sequence[str]
     shape: Sequence[int]
@@ -74,7 +78,7 @@ def rows(parameter: ShardedParameter) -> Iterator[Piece]:
 def latent_rows(parameter: ShardedParameter) -> Iterator[Piece]:
     """The parameter has this rank's rows of a projection to latent vectors; with Transformer Engine, all rows.
 
-    names: the tensor's name, and the configuration's keys whose sum is the number of all rows.
+    names: the tensor's name, then keys of the configuration. The sum of the keys' values is the number of all rows.
     """
     name, *sizes = parameter.names
     has_all = parameter.shape[0] == sum(getattr(parameter.config, size) for size in sizes)
@@ -119,8 +123,8 @@ def head_width(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-#: the parameters of a layer, by Megatron-Core's names. Names in the full model are relative to the layer.
-#: In Transformer Engine, the norm of a projection's input is a part of the projection
+#: the parameters of a layer, by Megatron-Core's names. Names in the full model are relative to the layer. In
+#: Transformer Engine, the norm of a projection's input is a part of the projection
 _DENSE: dict[str, PieceRule] = {
     "input_layernorm.weight": (whole_tensor, "input_layernorm.weight"),
     "self_attention.linear_qkv.layer_norm_weight": (whole_tensor, "input_layernorm.weight"),

@@ -96,8 +96,9 @@ class CausalAttention(nn.Module):
     def _attend_documents(
         self, query_SBHC: Tensor, key_SBHC: Tensor, value_SBHC: Tensor, lengths: Sequence[int]
     ) -> Tensor:
-        """Return the outputs of documents that follow one another, [S, B, H·C]. lengths: the documents' numbers of
-        tokens on all context ranks
+        """Return the outputs of documents that follow one another, [S, B, H·C].
+
+        lengths: the numbers of tokens of the documents on all context ranks
         """
         group = parallel_state.get_context_parallel_group()
         parts = [length // group.size() for length in lengths]
@@ -290,8 +291,11 @@ def require_losses(chunks: Sequence[nn.Module], losses: Sequence[LayerLoss]) -> 
 
 
 def _add_loss(balance: RouterBalance, name: str, router: TopKRouter, inputs: tuple[Any, ...], outputs: Any) -> Any:
-    """Forward hook of a router. inputs: the first one is the hidden states [S, N, D] of N rows. outputs: the experts'
-    factors for each token, [T, X], and the mask of the K experts that each token has chosen, [T, X].
+    """Forward hook of a router.
+
+    inputs: the first one is the hidden states [S, N, D] of N rows.
+    outputs: the experts' factors for each token, [T, X], and the mask of the K experts that each token has chosen,
+        [T, X].
     """
     if not balance.is_active:
         return outputs

@@ -60,8 +60,10 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron-Core's configuration of a model.
 
-    dtype: the dtype of the weights and of the hidden states that pipeline stages send. depths: the number of MTP
-    layers. options: fields of `TransformerConfig` for the layout, memory and speed.
+    dtype: the dtype of the weights and of the hidden states that pipeline stages send.
+    depths: the number of MTP layers.
+    options: fields of `TransformerConfig` for the layout, memory and speed.
+
     Raises UnsupportedModelError, naming the key, for a setting that Megatron-Core does not compute as transformers
     does. Raises ValueError for options that the model or the loss determines or that Megatron-Core refuses.
     """

@@ -27,9 +27,12 @@ from stillhouse.models.document_packing import COLUMNS, UnpackedRows
 
 @dataclass(frozen=True)
 class MegatronRows:
-    """ids_NL, positions_NL: the tokens in the layers, and their positions in their documents. rows: the rows of all
-    context ranks. documents: the number of columns of each document in a row. packed: the documents' borders; None if
-    each row is one document.
+    """The rows of a micro-batch in Megatron-Core's layers on this rank.
+
+    ids_NL, positions_NL: the tokens in the layers, and their positions in their documents.
+    rows: the rows of all context ranks.
+    documents: the number of columns of each document in a row.
+    packed: the documents' borders; None if each row is one document.
     """
 
     ids_NL: Tensor
@@ -53,8 +56,7 @@ class MegatronRows:
         multiple = COLUMNS * parallel_state.get_context_parallel_world_size()
         result = []
         for (ids_NK, rows, documents), (count, columns) in zip(made, shapes, strict=True):
-            # rows and columns without tokens repeat other tokens; with packed documents, these columns are one more
-            # document
+            # rows and columns without tokens repeat other tokens; with packed documents, the columns are a document
             columns += -columns % multiple
             if columns > ids_NK.shape[1]:
                 documents = [*documents, columns - ids_NK.shape[1]] if packs else [columns]
@@ -108,8 +110,12 @@ def _gathered_rows(batch: MicroBatch, packs: bool) -> tuple[Tensor, UnpackedRows
 
 
 def _places(documents: Sequence[int], *ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each of these context ranks (by default all), yield the columns of a row that the rank has, in the rank's
-    order, and the columns' positions in their documents. documents: the number of columns of each document.
+    """For each context rank, yield the columns of a row that the rank has, and their positions in their documents.
+
+    The columns are in the rank's order.
+
+    documents: the number of columns of each document.
+    ranks: the context ranks, by default all.
     """
     starts = [*accumulate(documents, initial=0)][:-1]
     for rank in ranks or range(parallel_state.get_context_parallel_world_size()):
@@ -131,7 +137,11 @@ def context_positions(tokens: int, rank: int | None = None) -> Tensor:
     """Return the positions in a document of the tokens that a context rank (by default this rank) has, in its order.
 
     There are two chunks per rank. Rank r has chunk r and the r-th chunk from the end, so that all ranks have the same
-    work. tokens: the number of tokens with padding. Raises ValueError if the chunks would not be equal.
+    work.
+
+    tokens: the number of tokens with padding.
+
+    Raises ValueError if the chunks would not be equal.
     """
     size = parallel_state.get_context_parallel_world_size()
     if size == 1:

@@ -37,9 +37,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class TrainedParameter:
     """A parameter of a chunk, and the part of the parameter that this data rank has.
 
-    group: the data ranks that share the parameter. owner: the rank in the group on which the parameter is collected.
-    elements: the range of this rank's elements in the flattened parameter. optimizer: these elements' optimizer; None
-    if there are no elements. master: the elements' weights in float32.
+    group: the data ranks that share the parameter.
+    owner: the rank in the group on which the parameter is collected.
+    elements: the range of this rank's elements in the flattened parameter.
+    optimizer: the optimizer of these elements; None if this rank has no elements.
+    master: the weights of these elements in float32.
     """
 
     key: Key
@@ -152,9 +154,10 @@ def require_partition(entries: Sequence[TrainedParameter]) -> None:
 class BlockTensor(Tensor):
     """A tensor of the full model for DCP, with a shape but without storage. This process has some blocks of it.
 
-    blocks: parts of parameters or moments, by the indices of their first elements. region: the rectangle that the
-    blocks fill, because a file has at most one part of a tensor; a copy unless there is only one block. offsets: the
-    indices of the region's first element.
+    blocks: parts of parameters or moments, by the indices of their first elements.
+    offsets: the indices of the region's first element.
+    region: the rectangle that the blocks fill, because a file has at most one part of a tensor; a copy unless there
+        is only one block.
     """
 
     blocks: dict[tuple[int, ...], Tensor]
@@ -268,7 +271,8 @@ class MegatronState:
         read_in_place(folder, here | steps | random)
         for block_tensor in here.values():
             block_tensor.spread()
-        step, averages = _only_value(map(float, steps.values())), self._averages()
+        step = _only_value(map(float, steps.values()))
+        averages = self._averages()
         for entry in self.trained:
             for kind in self._kinds:
                 spread = entry.spread(full.get((entry.key, kind)))

@@ -38,9 +38,12 @@ from stillhouse.parallel.teacher_student_pair import DecoderHead, InStage, disti
 
 
 class MegatronStudent(DistributedStudent):
-    """teacher: the teacher in the same stages. teacher_head: the head of a teacher outside the stages, on ranks with
-    the last stage. teacher_is_base: whether the teacher is the student without its adapter. data_parallel: fields of
-    `DistributedDataParallelConfig`.
+    """A student on Megatron-Core, with its teacher if the teacher runs in the same stages.
+
+    teacher: the teacher in the same stages.
+    teacher_head: the head of a teacher outside the stages, on ranks with the last stage.
+    teacher_is_base: whether the teacher is the student without its adapter.
+    data_parallel: fields of `DistributedDataParallelConfig`.
     """
 
     def __init__(

@@ -98,8 +98,10 @@ class Block:
 
 @dataclass(frozen=True)
 class WeightTable:
-    """All blocks of this rank. stage: the rank's pipeline coordinate. shapes: the parameters' shapes without padding
-    of the vocabulary.
+    """All blocks of this rank.
+
+    stage: the rank's pipeline coordinate.
+    shapes: the parameters' shapes without padding of the vocabulary.
     """
 
     stage: int
@@ -176,7 +178,9 @@ def require_coverage(tables: Sequence[WeightTable], shapes: Mapping[str, Sequenc
     """Raise ValueError unless the tables of all ranks cover each element of each tensor exactly once.
 
     They must also cover each element of each parameter once, except vocabulary padding. Ranks of one stage may be
-    replicas. shapes: the shapes of all tensors of the full model
+    replicas.
+
+    shapes: the shapes of all tensors of the full model
     """
     for rank, table in enumerate(tables):
         for key, blocks in table.by_parameter().items():
@@ -223,8 +227,11 @@ def gather(
     shapes: Mapping[str, Sequence[int]],
     value: Callable[[Tensor], Tensor | None],
 ) -> dict[str, Tensor]:
-    """Return the full tensors on every rank. A collective of all ranks. Raises ValueError if replicas of a block
-    differ. value: see `local_blocks`.
+    """Return the full tensors on every rank. A collective of all ranks.
+
+    value: see `local_blocks`.
+
+    Raises ValueError if replicas of a block differ.
     """
     parts_here = [(block.name, block.index, part.detach()) for block, part in local_blocks(chunks, table, value)]
     full: dict[str, Tensor] = {}
@@ -280,11 +287,12 @@ def _require_partition(what: str, shape: Sequence[int], regions: Iterable[Index]
 def load_from_source(
     chunks: Sequence[Any], table: WeightTable, source: ModelSource, decoder: Decoder, mesh: Mesh
 ) -> dict[Key, Tensor]:
-    """Load the weights of this rank's chunks. Returns the unrounded values of rounded weights. A collective of all
-    ranks.
+    """Load the weights of this rank's chunks. A collective of all ranks.
 
     decoder: the full model without values. From now on, transformers saves it under the tensors' names in the files.
-    Raises one of `LOAD_ERRORS` on all ranks, for example for weights that are missing or not finite.
+
+    Returns the unrounded values of rounded weights. Raises one of `LOAD_ERRORS` on all ranks, for example for weights
+    that are missing or not finite.
     """
     meshes = [axis for axis in (mesh.weights["tensor"], mesh.experts["expert"]) if axis.size() > 1]
     shared, unrounded = decoder.shared_names(), dict[Key, Tensor]()

@@ -76,9 +76,14 @@ def add_lora(
     """Add an adapter to an unsharded decoder and freeze all other parameters.
 
     The matrices A and B are uninitialised until `initialize_lora`. Their dtype is float32, or the weight's dtype if
-    it is wider. targets: `ALL_LINEAR` (all linear layers of the language model except the head), or the
-    last parts of module names. base, revision: the base model's name and revision in the adapter's files; by default,
-    the name from which the model was loaded. Raises ValueError for targets that cannot have an adapter.
+    that is wider.
+
+    targets: `ALL_LINEAR` (all linear layers of the language model except the head), or the last parts of module
+        names.
+    base, revision: the base model's name and revision in the adapter's files; by default, the name from which the
+        model was loaded.
+
+    Raises ValueError for targets that cannot have an adapter.
     """
     from peft import LoraConfig
 
@@ -117,8 +122,10 @@ def add_lora(
 
 @torch.no_grad()
 def initialize_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
-    """Initialise the adapter's matrices, if any, on this process as peft does: A uniform, B zero. The values do not
-    depend on the sharding (`name_seed`). With fresh=False, B is random like A, so that no gradient is 0.
+    """Initialise the adapter's matrices, if any, on this process as peft does: A uniform, B zero.
+
+    The values do not depend on the sharding (`name_seed`). With fresh=False, B is random like A, so that no gradient
+    is 0.
     """
     for name, parameter in decoder.named_parameters():
         if is_lora(name):
@@ -197,8 +204,10 @@ def merged_lora(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PreTr
 
 
 def target_names(decoder: Decoder, targets: str | list[str]) -> list[str]:
-    """Return the full names of the linear layers that `targets` select. Raises ValueError for a target that selects
-    no module, the head, the input embedding, or a module that is not linear.
+    """Return the full names of the linear layers that `targets` select.
+
+    Raises ValueError for a target that selects no module, the head, the input embedding, or a module that is not
+    linear.
     """
     model = decoder.pretrained
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -297,8 +306,9 @@ class LoraOptions:
 
 
 def expected_lora(decoder: Decoder, options: LoraOptions) -> dict[str, Tensor]:
-    """Return the matrices that `add_lora` would add to a decoder without an adapter. They are on the meta device, by
-    name. Raises ValueError for targets that cannot have an adapter.
+    """Return the matrices that `add_lora` would add to a decoder without an adapter, by name, on the meta device.
+
+    Raises ValueError for targets that cannot have an adapter.
     """
     modules, prefix = dict(decoder.pretrained.named_modules()), f"{decoder.backbone_name}."
     matrices: dict[str, Tensor] = {}

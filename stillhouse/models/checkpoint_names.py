@@ -78,6 +78,7 @@ class StoredNames:
 
     def converted(self, name: str, read: Callable[[str], Tensor]) -> Tensor | None:
         """Return a tensor that transformers makes from several stored tensors, or None if it cannot make the tensor.
+
         read: reads a tensor by its stored name.
         """
         for converter in self._converters:

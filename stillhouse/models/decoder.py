@@ -22,15 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from stillhouse.display import escaped
-from stillhouse.document_lengths import DocumentLengths
-from stillhouse.models.document_packing import (
-    AUTO,
-    JoinedRow,
-    Packing,
-    UnpackedRows,
-    backbone_inputs,
-    require_separable,
-)
+from stillhouse.document_lengths import DocumentLengths, require_separable
+from stillhouse.models.document_packing import AUTO, JoinedRow, Packing, UnpackedRows, backbone_inputs
 from stillhouse.models.families import LogitRule, backbone_name, layer_list, outermost_lists, text_config
 from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.layer_hooks import LayerLossModule, checkpoint_contexts
@@ -59,7 +52,7 @@ class Decoder(nn.Module):
     ValueError if the head does not give the model's own logits, if tokens attend to later tokens, or if documents
     that are packed together influence each other. `packing`: "packed", "rows", or "auto" for the first way that is
     exact. `activations`: the device and dtype of activations; with them, variable-length attention is used for packed
-    documents if possible. If it is None, the model's own attention is used.
+    documents if possible. Without them, the model's own attention is used.
     """
 
     pretrained: PreTrainedModel
@@ -301,7 +294,10 @@ class Decoder(nn.Module):
         return {name: other for name, other in names.items() if name != other}
 
     def share(self, names: Mapping[str, str]) -> None:
-        """Share parameters again after loading has separated them. names: an earlier result of `shared_names`"""
+        """Share parameters again after loading has separated them.
+
+        names: an earlier result of `shared_names`
+        """
         for name, other in names.items():
             module, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(module), leaf, self.get_parameter(other))

@@ -80,11 +80,12 @@ class UnpackedRows:
     ) -> Self:
         """Return the rows of all documents. A document begins where position ids do not continue.
 
-        is_padding_BS: bool. Documents that are only padding get no row. But if all documents are padding, the first
-        one gets a row, because the backbone must run. If it is None, all documents get a row. lengths: the documents'
-        lengths for this padding; without it, they are read, which waits for the device. multiple: a divisor of the
-        number of columns. widths: for one row of all documents, the number of columns of each; without it, each
-        document has a separate row. is_placeholder_BS: bool, the tokens that cannot be padding.
+        is_padding_BS: bool, or None to give every document a row. Documents that are only padding get no row. But if
+            all documents are padding, the first one gets a row, because the backbone must run.
+        lengths: the documents' lengths for this padding; if it is None, they are read, which waits for the device.
+        multiple: without `widths`, the number of columns is a multiple of this number.
+        widths: for one row of all documents, the number of columns of each; if it is None, each document has a row.
+        is_placeholder_BS: bool, the tokens that cannot be padding.
         """
         if lengths is None or is_padding_BS is None:
             lengths = DocumentLengths.of(position_ids_BS, is_padding_BS)
@@ -134,8 +135,9 @@ class UnpackedRows:
 
 @dataclass(frozen=True)
 class JoinedRow:
-    """All rows of a micro-batch, joined to one row, for functions that separate packed documents only in a batch of
-    one row. shape_BS: the shape of the micro-batch.
+    """All rows of a micro-batch, joined to one row, for functions that separate documents only in a batch of one row.
+
+    shape_BS: the shape of the micro-batch.
     """
 
     shape_BS: tuple[int, int]
@@ -166,10 +168,13 @@ class KernelError(PackingError):
 class Packing:
     """The way in which a model's documents are packed: the first one that has not been refused.
 
-    setting: "packed", "rows", or "auto" for the cheapest way that is exact. activations: see `PackedAttention`.
-    name: the way that is used. reason: the reason why an earlier way was refused, if any. attention: the attention
-    functions; each way is first tried with variable-length attention. is_sharded: whether context parallelism shards
-    the documents. reads_media: whether `prove_images` has proven this way for documents with images.
+    setting: "packed", "rows", or "auto" for the cheapest way that is exact.
+    activations: see `PackedAttention`.
+    name: the way that is used.
+    reason: the reason why an earlier way was refused, if any.
+    attention: the attention functions; each way is first tried with variable-length attention.
+    is_sharded: whether context parallelism shards the documents.
+    reads_media: whether `prove_images` has proven this way for documents with images.
 
     Raises PackingError if the model's code shows that no way of this setting is exact. Raises ValueError if the
     model's configuration names variable-length attention, which cannot be used.
@@ -323,13 +328,16 @@ def backbone_inputs(
     lengths: DocumentLengths | None = None,
     images: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Any], UnpackedRows | JoinedRow | None]:
-    """Return the arguments of a backbone for inputs without an attention mask, and the rows of its outputs, which are
-    None for the micro-batch's rows.
+    """Return the arguments of a backbone for inputs without an attention mask, and the rows of its outputs.
+
+    The rows are None if they are the micro-batch's rows.
 
     inputs: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and other tensors [B, S, …] of the tokens, which are
-    placed in rows like the ids. `axis_position_ids` [B, S, A] become a part of the backbone's positions.
-    is_padding_BS, lengths, images: see `Decoder.forward`. Raises ValueError for other inputs, such as images among
-    `inputs`, and for images if packed documents with images have not been proven to be exact.
+        placed in rows like the ids. `axis_position_ids` [B, S, A] become a part of the backbone's positions.
+    is_padding_BS, lengths, images: see `Decoder.forward`.
+
+    Raises ValueError for other inputs, such as images among `inputs`, and for images if packed documents with images
+    have not been proven to be exact.
     """
     images = images or {}
     token_inputs = {key: value for key, value in inputs.items() if value is not None}
@@ -386,16 +394,4 @@ def _require_inputs(
         raise ValueError(
             f"{typename(model)} got {name_list(others)} with position_ids: expected tensors of the tokens, "
             f"{list(shape_BS)}, and those of images in `images`"
-        )
-
-
-def require_separable(position_ids: Tensor, attention_mask: Tensor) -> None:
-    """Raise ValueError if the attention mask of these inputs would not separate their documents."""
-    if attention_mask.dim() != 2:  # a mask per pair of tokens can separate documents itself
-        return
-    tokens = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
-    if bool((tokens & (position_ids[:, 1:] <= position_ids[:, :-1])).any()):
-        raise ValueError(
-            "position_ids restart within a row and an attention_mask is given, with which the row's documents "
-            "see each other: expected attention_mask=None for packed rows (padding as a separate document)"
         )

@@ -31,8 +31,10 @@ def set_from_global(tensor: Tensor, values: Tensor) -> None:
 
 
 def gathered_tensor(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return the global tensor. A collective of the processes that have its shards. device: the device on which to
-    gather, by default the tensor's device. Shards in host memory must be gathered on the GPU.
+    """Return the global tensor. A collective of the processes that have its shards.
+
+    device: the device on which to gather, by default the tensor's device. Shards in host memory must be gathered on
+        the GPU.
     """
     moved: Any = tensor if device is None else tensor.to(device)
     if not isinstance(moved, DTensor):

@@ -74,9 +74,10 @@ class HiddenMatchLoss:
 class HiddenMatch(LayerLossModule):
     """The projectors of a student, and the hooks of its layers.
 
-    layers: all layers of the student. pairs: the pairs on this stage, with different names and without negative layer
-    numbers. all_pairs: the pairs of all stages. projectors: the matrices P by the pairs' names; empty for equal
-    widths.
+    layers: all layers of the student.
+    pairs: the pairs on this stage, with different names and without negative layer numbers.
+    all_pairs: the pairs of all stages.
+    projectors: the matrices P by the pairs' names; empty for equal widths.
     """
 
     name = "hidden_match"
@@ -164,9 +165,10 @@ def match_hidden(student: Any, pairs: Sequence[HiddenPair], teacher_layers: int,
 class RouterAuxLoss:
     """The inputs and results of load balancing for one micro-batch.
 
-    targets_B: the weight of each sequence's loss; under context parallelism, this rank's share of the weight. scale:
-    the training loss contains scale · (sum of `losses`). losses: the weighted loss of each router, which the forward
-    pass writes. It is divided by the decoder's number of routers, but not by the step's number of targets.
+    targets_B: the weight of each sequence's loss; under context parallelism, this rank's share of the weight.
+    scale: the training loss contains scale · (sum of `losses`).
+    losses: the weighted loss of each router, which the forward pass writes. It is divided by the decoder's number of
+        routers, but not by the step's number of targets.
     """
 
     counts_BS: Tensor  # whether a token counts; false for padding
@@ -203,8 +205,11 @@ class RouterBalance(LayerLossModule):
         return self.current.value is not None and torch.is_grad_enabled()
 
     def with_balance(self, name: str, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return a router's scores with unchanged values, and with its loss in their autograd graph. logits [N·L, X],
-        chosen [N·L, K]: the values of the layers' rows. Raises ValueError if the router has already added this loss.
+        """Return a router's scores with unchanged values, and with its loss in their autograd graph.
+
+        logits [N·L, X], chosen [N·L, K]: the values of the layers' rows.
+
+        Raises ValueError if the router has already added this loss.
         """
         loss, recomputing = self.current.value, self.current.recomputing
         if not recomputing and name in loss.losses:

@@ -125,6 +125,7 @@ class Subject(ABC):
     @torch.no_grad()
     def exchanged(self, *, other_noise: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Return, for each depth, the hidden states of passes A and B, with the same dropout and noise in both.
+
         other_noise: run pass A twice instead, with two different sequences of random numbers.
         """
         second_ids_BS = self.probe.ids_BS if other_noise else self.probe.exchanged_ids_BS
@@ -218,8 +219,11 @@ def relative_errors(value_ND: Tensor, expected_ND: Tensor) -> Tensor:
 def compare(
     errors_N: Tensor, tolerance: float, message: str, kind: type[ValueError] = ProofError, *, median: bool = False
 ) -> float:
-    """Return the largest error, or the median, or NaN if an error is not finite. Raises an exception of this kind if
-    the result is NaN or exceeds the tolerance. message: contains the error's format, such as {error:.2%}.
+    """Return the largest error, or the median, or NaN if an error is not finite.
+
+    message: contains the error's format, such as {error:.2%}.
+
+    Raises an exception of this kind if the result is NaN or exceeds the tolerance.
     """
     error = float(errors_N.median() if median else errors_N.max())
     error = error if bool(errors_N.isfinite().all()) else math.nan
@@ -240,9 +244,10 @@ def prove_hidden(
     """Check a decoder's hidden states, as `Subject.exchanged` and `Subject.whole_rows` return them.
 
     precision: the dtype of the matrix products, which determines the rounding; by default the hidden states' dtype.
-    training: whether the decoder was in train mode, where noise differs between the places in a row. Raises
-    ProofError for a model that is not causal. Raises PackingError if documents in a row see each other, if a
-    document's place in its row changes its hidden states, or if the attention that reads lengths gives other hidden
+    training: whether the decoder was in train mode, where noise differs between the places in a row.
+
+    Raises ProofError for a model that is not causal. Raises PackingError if documents in a row see each other, if a
+    document's place in its row changes its hidden states, or if attention that reads lengths gives other hidden
     states.
     """
     model, columns, start = decoder.pretrained, probe.ids_BS.shape[1], probe.starts_B[2]
@@ -316,8 +321,10 @@ def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
     """Prove that a decoder's head gives the same logits as the transformers model itself. Raises ProofError.
 
     Some models do not apply the logit rule in their configuration (Aya Vision). If the plain projection gives their
-    logits, the decoder applies no rule from now on. inputs: arguments of a forward, on the decoder's device. Under a
-    layout, this is a collective of the processes that have this decoder, and all of them get the same rule.
+    logits, the decoder applies no rule from now on. Under a layout, this is a collective of the processes that have
+    this decoder, and all of them get the same rule.
+
+    inputs: arguments of a forward, on the decoder's device.
     """
     model, head = decoder.pretrained, decoder.head
 

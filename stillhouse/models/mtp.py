@@ -8,8 +8,9 @@ model after its final norm. The row predicts the label of row t + k, which `Targ
 (DeepSeek-V3, arXiv:2412.19437, section 2.2). All depths use the main model's embedding and output head.
 
 transformers' `MtpModel` has the layers. They are called one by one, because its own forward drafts a single token per
-layer from logits. Every MTP layer has the class of the main model's last layer. The number and types of the layers
-are written to the model's configuration. This feature needs a later version of transformers than other features.
+layer from logits. Every MTP layer has the class of the main model's last layer. The number of the layers, and their
+types if the family has no MTP layers, are written to the model's configuration. This feature needs a later version of
+transformers than other features.
 
 B rows, S tokens per row, D width, V vocabulary.
 """
@@ -61,9 +62,11 @@ class MtpLayers(nn.Module):
     def hidden_states(
         self, hidden_BSD: Tensor, input_ids_BS: Tensor, position_ids_BS: Tensor, lengths: Mapping[str, Any]
     ) -> Iterator[Tensor]:
-        """Yield the hidden states of depths 1, 2, …, each [B, S, D]. hidden_BSD: the hidden states of depth 0.
-        input_ids_BS: the token ids; on a context rank, additional columns have the next tokens. lengths: the
-        documents' lengths for variable-length attention.
+        """Yield the hidden states of depths 1, 2, …, each [B, S, D].
+
+        hidden_BSD: the hidden states of depth 0.
+        input_ids_BS: the token ids; on a context rank, additional columns have the next tokens.
+        lengths: the documents' lengths for variable-length attention.
         """
         for depth in range(1, self.depths + 1):
             # beyond the end, the last id is repeated; this is harmless, because no row with a label attends to it

@@ -61,13 +61,16 @@ def load_causal_lm(
     """Load a model by `from_pretrained` of `auto_class`. Every failure is a ValueError.
 
     Missing weights are also an error, because transformers would only warn and initialise them at random. Buffers
-    that code from the folder does not initialise are an error, too. quantize: "int8", "nf4" or "fp8" (see
-    `quantized.py`).
-    trained: whether gradients flow through quantized layers to an adapter. device: None means the CPU.
+    that code from the folder does not initialise are an error, too.
+
+    quantize: "int8", "nf4" or "fp8" (see `quantized.py`).
+    trained: whether gradients flow through quantized layers to an adapter.
+    device: None means the CPU.
     """
     what = f"model '{escaped(os.fspath(name_or_path))}'"
     failure = f"{what} cannot be loaded as a causal language model"
-    weights_dtype, quantization = parse_dtype(dtype), dict[str, Any]()
+    weights_dtype = parse_dtype(dtype)
+    quantization: dict[str, Any] = {}
     with _missing_files_named(what, name_or_path, revision):
         require_safe_files(name_or_path, revision)
         with reading(failure):
@@ -119,9 +122,12 @@ def read_configuration(
 
 
 def auto_class(config: PreTrainedConfig, *, multimodal: bool = False) -> Any:
-    """Return AutoModelForImageTextToText for a vision-language model whose language model has no separate class, and
-    AutoModelForCausalLM for all other models. It raises ValueError for an unknown model. multimodal: whether to
-    choose the class that reads images if the family has both classes.
+    """Return the class of transformers by which a model is loaded.
+
+    This is AutoModelForImageTextToText for a vision-language model whose language model has no separate class, and
+    otherwise AutoModelForCausalLM, which raises ValueError for an unknown model.
+
+    multimodal: whether to choose the class that reads images if the family has both classes.
     """
     # a model's folder may contain its class as code
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
@@ -140,8 +146,11 @@ def tower_warnings(name: str, revision: str | None, *, trust_remote_code: bool) 
 
 
 def keep_in_float32(model: PreTrainedModel) -> None:
-    """Convert to float32 the tensors that transformers keeps in float32 when it loads a model in a half-precision
-    dtype, such as corrections of a router's scores. model: a model on the meta device that was built in this dtype.
+    """Convert to float32 the tensors that transformers keeps in float32 when it loads a half-precision model.
+
+    Corrections of a router's scores are an example.
+
+    model: a model on the meta device; if its dtype is neither float16 nor bfloat16, it does not change.
     """
     dtype = model.dtype
     kept = {*(model._keep_in_fp32_modules_strict or ())} if dtype in (torch.float16, torch.bfloat16) else set()
@@ -182,7 +191,7 @@ def _missing_files_named(what: str, name: str | os.PathLike[str], revision: str 
 
 @contextmanager
 def _damaged_files_named(failure: str, name: str | os.PathLike[str], revision: str | None) -> Iterator[None]:
-    """If a file with weights is missing or damaged, raise a ValueError that begins with `failure` and names it."""
+    """Raise a ValueError, which begins with `failure`, that names a missing or damaged file with weights."""
     if os.path.isdir(name):
         with prefixed(failure):
             tensor_files(name)

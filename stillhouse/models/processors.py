@@ -4,8 +4,7 @@
 
 A processor is created for an optimizer step. Its context has the tensors of one micro-batch: the token to predict at
 each row, and the data for this token's loss. No processor computes the logits of all tokens at once. A processor
-gives the same result for a vocabulary shard as for the full head. `engine/loss.py` has the processor of a run's
-objective.
+gives the same result for a vocabulary shard as for the full head. `engine/loss.py` has a run's processor.
 
 At depth 0, row t predicts labels_T[t]. At depth k of multi-token prediction, row t predicts the k-th token after that
 token. Only `shift_for_mtp` shifts targets for multi-token prediction.
@@ -41,10 +40,10 @@ from stillhouse.objective import (
 class Targets:
     """The tokens to predict, and their weights.
 
-    labels_T: a tensor of any shape, in the rows' order; a negative label means that there is no label. weights_T: a
-    tensor of the same shape; by default 1 if there is a label, else 0. valid_index: the rows with a non-zero weight,
-    if the caller knows them (see `linear_objective`). mtp_targets: the targets of depths 1, 2, … (see
-    `shift_for_mtp`).
+    labels_T: a tensor of any shape, in the rows' order; a negative label means that there is no label.
+    weights_T: a tensor of the same shape; by default 1 if there is a label, else 0.
+    valid_index: the rows with a non-zero weight, if the caller knows them (see `linear_objective`).
+    mtp_targets: the targets of depths 1, 2, … (see `shift_for_mtp`).
     """
 
     labels_T: Tensor
@@ -126,9 +125,10 @@ class DistillTargets(Targets):
     """Targets, and the teachers' signals for the same rows.
 
     signals: the signals by the teachers' names; empty if no term needs a teacher. A `RoutedSignal` cannot be cut into
-    rows, nor shifted for multi-token prediction. per_token: other tensors about the tokens to predict, with the
-    labels' shape and names as in `metrics.py`. document_T: the number of each row's document, for a discount;
-    documents follow one another. position_ids_BS: the positions at depth 0, for `shift_for_mtp`.
+        rows, nor shifted for multi-token prediction.
+    per_token: other tensors about the tokens to predict, with the labels' shape and names as in `metrics.py`.
+    document_T: the number of each row's document, for a discount; documents follow one another.
+    position_ids_BS: the positions at depth 0, for `shift_for_mtp`.
     """
 
     signals: Signals = field(default_factory=dict)
@@ -167,8 +167,7 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 class LogProbs:
     """The log-probability of each row's label (0 without a label) and the entropy of each row's distribution in nats.
 
-    Both are differentiable and at least float32. The class is not a tuple, because models may convert tensors in
-    tuples.
+    Both are differentiable and at least float32. This is not a tuple, because models may convert tensors in tuples.
     """
 
     log_probs_BS: Tensor
@@ -221,6 +220,7 @@ def cross_entropy(
     *, label_smoothing: float = 0.0, z_loss: float = 0.0, normalizer: float | Tensor = 1.0
 ) -> OutputProcessor:
     """Return a processor that gives the `ObjectiveOutput` of cross-entropy with the context's labels (`Targets`).
+
     normalizer: the divisor of the sum over tokens: the step's global number of tokens with a non-zero weight.
     """
 

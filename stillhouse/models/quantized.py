@@ -43,8 +43,7 @@ _CAPABILITY = (8, 9)
 #: from their mean over the vocabulary. It was 0.05 for a trained model, and 0.2 for models with random weights
 _LARGEST_CHANGE = 0.5
 _TOKENS = 64
-#: torchao computes the scale of an input row from the row's largest absolute value, or from this value if it is
-#: larger
+#: torchao computes the scale of an input row from the row's largest absolute value, but at least from this value
 _LEAST = 1e-12
 #: if this attribute is set, bitsandbytes changes the layout of weights in their first evaluation on some CPUs, for
 #: kernels without gradients
@@ -161,8 +160,7 @@ def _check_layer(name: str, layer: Any, kind: str, dtype: torch.dtype, saved_RD:
     signs_ND = torch.randint(2, (PROBES, width), generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
     signs_ND = signs_ND.to(weight.device)
     with reading(f"{what}; {remedy}; {LIBRARIES[kind]} says"):
-        # a copy, because bitsandbytes changes a weight's layout, and the dtype of later products, in the first
-        # product
+        # a copy: the first product with bitsandbytes changes a weight's layout, and the dtype of later products
         products_NR = copy.deepcopy(layer)(signs_ND.to(dtype)).float()
     if layer.bias is not None:
         products_NR -= layer.bias.float()
@@ -252,8 +250,9 @@ def float8_problem(device: torch.device | str | None) -> str | None:
 
 
 def round_to_float8(model: PreTrainedModel) -> None:
-    """Quantize the linear layers of a bfloat16 model in place. Raises ValueError for another dtype, and if the logits
-    change more than they can by rounding.
+    """Quantize the linear layers of a bfloat16 model in place.
+
+    Raises ValueError for another dtype, and if the logits change more than they can by rounding.
     """
     if model.dtype != torch.bfloat16:
         raise ValueError(f"fp8 rounds bfloat16 weights, got {model.dtype}: expected dtype bfloat16")

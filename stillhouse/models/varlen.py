@@ -1,5 +1,4 @@
-"""Variable-length attention: packed documents lie in one row, and torch's flash kernel gets the places of their
-borders.
+"""Variable-length attention: packed documents lie in one row, and torch's flash kernel gets their borders.
 
 It is used if the device, the dtype of the activations and the model allow it (`PackedAttention`). It is registered
 with transformers' `AttentionInterface` under the name `VARLEN`, without a mask function. So transformers builds no
@@ -60,8 +59,9 @@ def activations_for(
 
 
 def refusal(activations: Activations, dtype: torch.dtype) -> str | None:
-    """Return the reason why variable-length attention cannot run with these activations, or None if it can. dtype:
-    the dtype of the weights.
+    """Return the reason why variable-length attention cannot run with these activations, or None if it can.
+
+    dtype: the dtype of the weights.
     """
     device, dtype = activations.device, activations.dtype or dtype
     if _MISSING:
@@ -122,8 +122,9 @@ def attend(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Return causal attention within each document, [T, H, D]. window: the number of tokens that a token sees,
-    including itself.
+    """Return causal attention within each document, [T, H, D].
+
+    window: the number of tokens that a token sees, including itself.
     """
     if query_THD.dtype not in _DTYPES or not query_THD.is_cuda:
         raise ValueError(
@@ -132,7 +133,8 @@ def attend(
         )
     # a torch without this option accepts fewer heads of keys than of queries in any case
     grouped: Any = {"enable_gqa": query_THD.shape[1] != key_TGD.shape[1]} if "enable_gqa" in _OPTIONS else {}
-    places, size = (cu_seqlens_M, cu_seqlens_M, longest, longest), (-1 if window is None else window - 1, 0)
+    places = (cu_seqlens_M, cu_seqlens_M, longest, longest)
+    size = (-1 if window is None else window - 1, 0)
     output_THD: Any = varlen_attn(query_THD, key_TGD, value_TGD, *places, scale=scale, window_size=size, **grouped)
     return output_THD
 
@@ -214,7 +216,8 @@ class PackedAttention:
 
     activations: the activations of the forward passes; if it is None, the model keeps its attention function.
     is_required: whether the configuration names variable-length attention; if it cannot be used, a ValueError is
-    raised. reason: the reason why it is not used on a GPU, if `activations` are given.
+        raised.
+    reason: the reason why it is not used on a GPU, if `activations` are given.
     """
 
     def __init__(self, model: PreTrainedModel, activations: Activations | None = None):

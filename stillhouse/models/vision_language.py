@@ -38,8 +38,9 @@ LANGUAGE, PROJECTOR, VISION = "language", "projector", "vision"
 
 
 def train_parts(decoder: Any, parts: Collection[str]) -> None:
-    """Freeze the parameters of a `Decoder`'s parts that are not in `parts`. Raises ValueError for a part in `parts`
-    that the decoder does not have.
+    """Freeze the parameters of a `Decoder`'s parts that are not in `parts`.
+
+    Raises ValueError for a part in `parts` that the decoder does not have.
     """
     beside = beside_language_model(decoder)
     tower = next((part for part in beside.values() if part is decoder.pretrained.get_encoder(modality="image")), None)
@@ -120,8 +121,8 @@ def _last_parts(tower: nn.Module, width: int) -> list[nn.Module]:
     for child in tower.children():
         parts = list(child.modules())
         widths = [part.out_features for part in parts if isinstance(part, nn.Linear)]
-        is_first = any(isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Embedding) for part in parts)
-        if widths[-1:] == [width] and not is_first and not isinstance(child, nn.ModuleList):
+        has_inputs = any(isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Embedding) for part in parts)
+        if widths[-1:] == [width] and not has_inputs and not isinstance(child, nn.ModuleList):
             single.append(child)
     kinds = tuple({type(module) for module in single})
     lists = outermost_lists(tower)

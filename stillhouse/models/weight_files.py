@@ -77,8 +77,11 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def require_index(index: str, content: dict[str, Any]) -> dict[str, str]:
-    """Return the file of each tensor in an index. content: the index, empty if there is none. Raises ValueError for
-    files that are not safetensors files in the index's folder.
+    """Return the file of each tensor in an index.
+
+    content: the index, empty if there is none.
+
+    Raises ValueError for files that are not safetensors files in the index's folder.
     """
     if content and not isinstance(content.get("metadata"), dict):
         raise ValueError(f"{index} has no object 'metadata', which transformers needs: expected it, at least as {{}}")
@@ -102,7 +105,10 @@ def named_weights(folder: str, config: dict[str, Any]) -> str | None:
 
 
 def json_object(name: str | os.PathLike[str], file: str, revision: str | None = None) -> dict[str, Any]:
-    """Return a JSON file of a folder or hub id, or {} without such a file. Raises ValueError for other JSON."""
+    """Return a JSON file of a folder or hub id, or {} if the file is not found.
+
+    Raises ValueError for a file that is not a JSON object.
+    """
     what = f"model '{escaped(os.fspath(name))}' cannot be read: its {file}"
     try:
         path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)

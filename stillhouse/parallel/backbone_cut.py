@@ -43,10 +43,11 @@ IDS_BS = torch.arange(3, 15).view(3, 4)
 class BackboneCut:
     """The names of a backbone's parts.
 
-    first: the parts with weights that run before the first layer, except the embedding. last: the parts with weights
-    that run after the last layer. beside: the parts beside the language model, vision towers and projectors; only the
-    first stage has them. returns_tuple: whether the backbone reads a layer's output as a tuple that begins with the
-    hidden states. states: for layers that read the keys and values of an earlier layer, the numbers of both layers.
+    first: the parts with weights that run before the first layer, except the embedding.
+    last: the parts with weights that run after the last layer.
+    beside: the parts beside the language model that only the first stage has: vision towers and projectors.
+    returns_tuple: whether the backbone reads a layer's output as a tuple that begins with the hidden states.
+    states: layer → the earlier layer whose keys and values it reads, by the layers' numbers.
     """
 
     embedding: str
@@ -93,8 +94,9 @@ def is_cuttable(config: PreTrainedConfig) -> bool:
 
 
 def continue_with_received(backbone: nn.Module, first_layer: nn.Module) -> None:
-    """Let the first layer of a backbone, or its `AbsentLayer`, read the `inputs_embeds` of the backbone unchanged. A
-    forward with token ids does not change; it can occur on a last stage that has the embedding.
+    """Let the first layer of a backbone, or its `AbsentLayer`, read the `inputs_embeds` of the backbone unchanged.
+
+    A forward with token ids does not change; it can occur on a last stage that has the embedding.
     """
     received: list[Tensor | None] = []
 
@@ -242,9 +244,11 @@ class DependenceError(ValueError):
 class RecordedRun:
     """The values that a backbone passes to its layers in a run.
 
-    inputs: the hidden states that each layer gets. arguments: all other arguments of each layer. outputs: the random
-    values that each recorder returns. events: the numbers of layers and the names of other parts, in the order in
-    which they ran. embeddings: the outputs of embeddings.
+    inputs: the hidden states that each layer gets.
+    arguments: all other arguments of each layer.
+    outputs: the random values that each recorder returns.
+    events: the numbers of layers and the names of the language model's other parts, in the order in which they ran.
+    embeddings: the outputs of embeddings.
     """
 
     name: str

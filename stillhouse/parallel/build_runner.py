@@ -50,6 +50,7 @@ def build_runner(
     """Build the runner of this process.
 
     teacher_head_only: whether to build only the teacher's head, because its layers have a separate layout.
+
     Raises ValueError for a model that does not fit the layout, ProofError for damaged weights.
     """
     is_base, scheme = student_source.teacher_is_base, SCHEMES[layout.schedule]
@@ -151,8 +152,11 @@ def _build(
 def _plan_stages(
     layout: Layout, student: Decoder, teacher: Decoder | None, teacher_in_stages: Decoder | None
 ) -> StagePlan:
-    """Plan the stages. teacher: the teacher model, perhaps only its head. teacher_in_stages: the model whose layers
-    run as the teacher's layers. It is the student if the teacher is the student without its adapter.
+    """Plan the stages.
+
+    teacher: the teacher model, perhaps only its head.
+    teacher_in_stages: the model whose layers run as the teacher's layers. It is the student if the teacher is the
+        student without its adapter.
     """
     cut, teacher_cut = require_cuttable(student.config), None if teacher is None else require_cuttable(teacher.config)
     stages = split(layout.stages, cost_of(student, 3), None if teacher is None else cost_of(teacher, 1))

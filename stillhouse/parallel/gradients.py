@@ -15,8 +15,9 @@ from stillhouse.parallel.ranks import Ranks
 
 
 def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Sum `Partial` gradients over ranks, so that a gradient has its parameter's placements. Returns the parameters
-    that have a gradient.
+    """Sum `Partial` gradients over ranks, so that a gradient has its parameter's placements.
+
+    Returns the parameters that have a gradient.
     """
     held = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in held:

@@ -60,7 +60,10 @@ class WaitingWeights:
 
 @dataclass(frozen=True)
 class BufferedHead:
-    """A decoder's head in host memory. `opened` copies the head to the device. name: the teacher's name"""
+    """A decoder's head in host memory. `opened` copies the head to the device.
+
+    name: the teacher's name
+    """
 
     name: str
     decoder: Decoder

@@ -62,7 +62,8 @@ class Mesh:
 
     weights: the mesh of the weights, with the axes (pipeline, replicate, shard, tensor).
     experts: the mesh of the experts' weights, with the axes (pipeline, replicate, shard, expert).
-    tokens: the mesh of the tokens, with the axes (pipeline, data, context, tensor). ranks: all processes of the mesh.
+    tokens: the mesh of the tokens, with the axes (pipeline, data, context, tensor).
+    ranks: all processes of the mesh.
     reverse_pipeline: a second group along the pipeline axis, for messages to earlier stages; None if the axis has
         size 1. With two groups, ranks may issue the messages of both directions in different orders.
     """

@@ -32,7 +32,9 @@ from stillhouse.parallel.teacher_student_pair import InStage, StageInputs, Stage
 
 
 class Pipeline:
-    """The stages of this rank and their schedule. pairs: the models of each stage, by the stage's number.
+    """The stages of this rank and their schedule.
+
+    pairs: the models of each stage, by the stage's number.
 
     If the last stage trains a copy of the embedding, the gradients of embedding and copy are both set to their sum
     after each step. So embedding and copy stay equal.
@@ -115,12 +117,14 @@ class Pipeline:
         markers = [signal for batch in inputs for signal in batch.signals.values() if isinstance(signal, InStage)]
         assert len(markers) in (0, len(inputs)), "a teacher in the stages for only some of the micro-batches"
         for stage in self.stages.values():
-            stage.inputs, stage.results = inputs, []
+            stage.inputs = inputs
+            stage.results = []
         try:
             yield bool(markers)
         finally:
             for stage in self.stages.values():
-                stage.inputs, stage.results = (), []
+                stage.inputs = ()
+                stage.results = []
 
     def _sum_embedding_gradient(self) -> None:
         first, last = 0, self.scheme.rank_of(self.count - 1, self.ranks)
@@ -195,7 +199,8 @@ class Pipeline:
 class _Stage(nn.Module):
     """Adapts a pair to torch's schedules, which pass received hidden states and the micro-batch's number.
 
-    inputs: the inputs of the step's micro-batches. results: the results of the micro-batches that have run.
+    inputs: the inputs of the step's micro-batches.
+    results: the results of the micro-batches that have run.
     """
 
     def __init__(self, number: int, count: int, pair: TeacherStudentPair):
@@ -216,7 +221,7 @@ class _Stage(nn.Module):
             # 1-D, because the schedule cannot merge 0-D losses
             return torch.stack([output.loss]) if torch.is_grad_enabled() else ()
         passed = (result.output,) if result.teacher_BSE is None else (result.output, result.teacher_BSE)
-        # if the next stage is on the same rank (ZBV), torch detaches these tensors in place, and it detaches no view
+        # if the next stage is on the same rank (ZBV), torch detaches these tensors in place; views do not allow this
         return tuple(hidden if hidden._base is None else hidden.clone() for hidden in passed)
 
 

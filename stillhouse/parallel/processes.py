@@ -79,8 +79,12 @@ def wait_for_all() -> None:
 
 @contextmanager
 def temporary_groups(device: torch.device = CPU) -> Iterator[None]:
-    """Destroy the process groups that the block creates. Groups keep threads (gloo) or memory of the GPU (NCCL). At
-    the end of the block, no process may use these groups any more. device: the device on which the block computes.
+    """Destroy the process groups that the block creates.
+
+    Groups keep threads (gloo) or memory of the GPU (NCCL). At the end of the block, no process may use these groups
+    any more.
+
+    device: the device on which the block computes.
     """
     before = set(_world.pg_map)
     yield

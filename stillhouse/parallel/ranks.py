@@ -203,10 +203,12 @@ class EarlyMessages:
     @contextmanager
     def received(self, box: str, count: int, put: Callable[[Any], object]) -> Iterator[None]:
         """On the first rank: call `put` with each message that arrives, in another thread, until the block ends.
+
         A block without an error must end with a collective that all ranks enter after they have sent their messages.
 
-        count: the number of messages; later messages are lost. box: a name that is used only once. A ValueError that
-        `put` raises is ignored.
+        box: a name that is used only once.
+        count: the number of messages; later messages are lost.
+        put: a ValueError that it raises is ignored.
         """
         stopped, left = threading.Event(), list(range(1, count + 1))
 

@@ -54,11 +54,17 @@ SCHEMES = {
 class Layout:
     """How a run is distributed over processes.
 
-    schedule: the pipeline's schedule, a key of `SCHEMES`. gather_dtype (student only), offload: see `apply_fsdp`.
-    residual_dtype (student only): see `apply_residual_dtype`. compile: whether the layers are compiled.
+    schedule: the pipeline's schedule, a key of `SCHEMES`.
+    gather_dtype (student only), offload: see `apply_fsdp`.
+    residual_dtype (student only): see `apply_residual_dtype`.
+    compile: whether the layers are compiled.
     autocast: the dtype of the student's matrix products, or None for the dtype of its weights.
-    For engines that have them: sequence: whether tensor ranks divide the tokens between the matrix products.
-        recompute: whether the engine recomputes layers in backward. options: settings by the engine's own names.
+
+    Only some engines have the following settings.
+
+    sequence: whether tensor ranks divide the tokens between the matrix products.
+    recompute: whether the engine recomputes layers in backward.
+    options: settings by the engine's own names.
     """
 
     degrees: Degrees = ONE

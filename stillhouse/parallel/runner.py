@@ -86,8 +86,8 @@ def padded_shapes(
 class StageWeight:
     """A tensor of the full student. The ranks of a pipeline stage have shards of the tensor.
 
-    empty: a tensor of the same shape and dtype on the meta device. gather: returns the full tensor on the student's
-    device; a collective of the ranks that have shards.
+    empty: a tensor of the same shape and dtype on the meta device.
+    gather: returns the full tensor on the student's device; a collective of the ranks that have shards.
     """
 
     empty: Tensor

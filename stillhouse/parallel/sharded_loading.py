@@ -112,9 +112,13 @@ def empty_decoder(
 def load_weights(
     decoder: Decoder, folder: str | os.PathLike[str], device: torch.device, *, offload: bool = False
 ) -> None:
-    """Allocate the memory of a decoder on the meta device, which may be cut and sharded, and read its weights from a
-    folder. offload: keep parameters in host memory, and only buffers on the device. Raises the errors of
-    `read_weights`.
+    """Allocate the memory of a decoder on the meta device, and read its weights from a folder.
+
+    The decoder may be cut and sharded.
+
+    offload: keep parameters in host memory, and only buffers on the device.
+
+    Raises the errors of `read_weights`.
     """
     allocate(decoder, device, offload=offload)
     read_weights(decoder, folder)
@@ -123,12 +127,15 @@ def load_weights(
 def read_weights(
     decoder: Decoder, folder: str | os.PathLike[str], prefix: str = "", renamed: Callable[[str], str] | None = None
 ) -> None:
-    """Read weights from a folder into the allocated memory of a decoder. Raises ValueError if one is missing there.
+    """Read weights from a folder into the allocated memory of a decoder.
+
     The files may have the stacked weights of experts as one tensor per expert.
 
     prefix: read only the tensors whose names in the decoder begin with this prefix.
     renamed: maps a tensor's name in the decoder's own files to its name in this folder, which has another model. That
         model may have another size of vocabulary.
+
+    Raises ValueError if the folder lacks a weight.
     """
     state = decoder.state_dict()
     is_head = {*state} <= {decoder.embedding_name, HEAD_WEIGHT, HEAD_BIAS}
@@ -179,9 +186,12 @@ def read_weights(
 def _read_rows(
     shard: Tensor, slices: list[slice], shape: torch.Size, parts: list[str], files: dict[str, Path], is_padded: bool
 ) -> None:
-    """Read this process's `shard` of a global tensor. slices: the place of the shard. shape: the global shape. parts:
-    the names of the stored tensors that together have the global tensor's rows, in order. is_padded: whether the
-    files may have more or fewer rows of padding; missing rows become zero.
+    """Read this process's `shard` of a global tensor.
+
+    slices: the place of the shard.
+    shape: the global shape.
+    parts: the names of the stored tensors that together have the global tensor's rows, in order.
+    is_padded: whether the files may have more or fewer rows of padding; missing rows become zero.
     """
     rows, *columns = slices or [slice(0)]
     above = 0  # the number of rows in the previous parts

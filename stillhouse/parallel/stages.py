@@ -148,8 +148,9 @@ def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
 def keep_layers(
     decoder: Decoder, cut: BackboneCut, layers: range, *, first: bool, last: bool, norm: bool | None = None
 ) -> None:
-    """Remove the parts of other stages from a decoder. cut: the result of `require_cuttable` for its configuration.
+    """Remove the parts of other stages from a decoder.
 
+    cut: the result of `require_cuttable` for the decoder's configuration.
     first: keep the embedding; if False, the decoder reads hidden states. A last stage with MTP layers also keeps it.
     last: keep the head; if False, the decoder returns hidden states.
     norm: keep the final norm; by default the value of `last`.

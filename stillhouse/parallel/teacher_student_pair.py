@@ -96,10 +96,12 @@ class TeacherHidden(Signal):
 class StageInputs:
     """The inputs of a stage for one micro-batch, without the hidden states of the previous stage.
 
-    signals: the signals by the teachers' names. processor: the student's output processor; its context is
-    `DistillTargets`. losses: the losses inside the student's layers. normalizer: the number of target tokens of the
-    step. autocast: the dtype of the student's matrix products, or None for the weights' dtype; a separate teacher
-    model does not use it.
+    signals: the signals by the teachers' names.
+    processor: the student's output processor; its context is `DistillTargets`.
+    losses: the losses inside the student's layers.
+    normalizer: the number of target tokens of the step.
+    autocast: the dtype of the student's matrix products, or None for the weights' dtype; a separate teacher model
+        does not use it.
     """
 
     micro_batch: MicroBatch
@@ -115,7 +117,8 @@ class StageResults:
     """The results of a stage for one micro-batch.
 
     output: the processor's result; on a stage without the student's head, the student's hidden states [B, S, D].
-    teacher_BSE: the teacher's hidden states if the teacher ran. losses: the names and values of the layers' losses.
+    teacher_BSE: the teacher's hidden states if the teacher ran.
+    losses: the names and values of the layers' losses.
     """
 
     output: Any
@@ -186,8 +189,11 @@ class TeacherStudentPair(nn.Module):
     def _teacher_forward(
         self, micro_batch: MicroBatch, hidden_BSE: Tensor | None, dtype: torch.dtype | None
     ) -> Tensor:
-        """Return the teacher's hidden states after its layers on this stage. On the last stage, they are also after
-        the final norm, and in the student's rows. dtype: the autocast dtype; None for a separate teacher model.
+        """Return the teacher's hidden states after its layers on this stage.
+
+        On the last stage, they are also after the final norm, and in the student's rows.
+
+        dtype: the autocast dtype; None for a separate teacher model.
         """
         teacher, device = self._teacher_layers, micro_batch.input_ids_BS.device
         inputs = model_inputs(micro_batch.as_read_by_teacher, hidden_BSE)

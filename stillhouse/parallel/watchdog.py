@@ -85,7 +85,9 @@ class Peer:
     """The latest information that this process has about a rank.
 
     since: the time of the rank's last heartbeat, by this process's clock. For this process itself, it is the time of
-    the last progress. beat: the number of the last heartbeat. number: the number of phases that the rank has entered.
+        the last progress.
+    beat: the number of the last heartbeat.
+    number: the number of phases that the rank has entered.
     begun: the number of micro-batches that the rank has begun in the current phase.
     """
 

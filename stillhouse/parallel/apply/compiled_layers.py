@@ -34,10 +34,14 @@ _MOST_GRAPHS = 64
 
 
 def compile_layers(decoder: Decoder, backend: str = "inductor") -> None:
-    """Compile the layers of a decoder's language model. A layer is compiled at its first forward, which raises
-    ProofError if that fails. Call this function after adding modules to the layers (adapters), and before FSDP.
+    """Compile the layers of a decoder's language model.
 
-    backend: see `torch.compile`. Raises ValueError for a decoder with a loss inside its routers.
+    A layer is compiled at its first forward, which raises ProofError if compiling fails. Call this function after
+    adding modules to the layers (adapters), and before FSDP.
+
+    backend: see `torch.compile`.
+
+    Raises ValueError for a decoder with a loss inside its routers.
     """
     if RouterBalance.name in decoder.layer_losses:
         raise ValueError(

@@ -95,7 +95,10 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
 
 @contextmanager
 def whole_sequences(decoder: Decoder, group: ProcessGroup | None) -> Iterator[None]:
-    """Within the block, a decoder gets whole sequences. group: the context ranks, or None without such ranks."""
+    """Within the block, a decoder gets whole sequences.
+
+    group: the context ranks, or None without context parallelism.
+    """
     attention = decoder.packing.attention
     if group is None:
         yield
@@ -111,8 +114,11 @@ def whole_sequences(decoder: Decoder, group: ProcessGroup | None) -> Iterator[No
 
 @dataclass(frozen=True)
 class NextTokens:
-    """Appends the next `count` columns of the sequences to a rank's columns, without gradients. The last rank appends
-    zeros. group: the context ranks. If it is None, this process has the global sequences, and appends nothing.
+    """Appends the next `count` columns of the sequences to a rank's columns, without gradients.
+
+    The last rank appends zeros.
+
+    group: the context ranks; None if this process has the global sequences, so that nothing is appended.
     """
 
     count: int
@@ -211,7 +217,7 @@ def _text(positions: Tensor) -> Tensor:
 def gather_sequences(columns_BS: Tensor, group: ProcessGroup | None) -> Tensor:
     """Concatenate the columns of all context ranks to the global sequences [B, S, …], without gradients.
 
-    A collective of `group`, the context ranks. If it is None, this process has the global sequences already.
+    group: the context ranks, which all call this; None if this process has the global sequences already.
     """
     return columns_BS if group is None else torch.cat(_gathered(columns_BS, group), 1)
 

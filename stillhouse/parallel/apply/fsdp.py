@@ -51,7 +51,7 @@ def apply_fsdp(
     inner = partial(shard, mp_policy=precision, reshard_after_forward=reshard_after_forward)
     for module in experts:  # before the layers that contain them
         assert expert_mesh is not None
-        # expert parallelism shards dim 0; FSDP shards dim 0 again if it divides it into equal parts, otherwise dim 1
+        # expert parallelism shards dim 0; FSDP shards dim 0 again if the parts are equal, otherwise dim 1
         processes = expert_mesh["shard"].size() if expert_mesh.ndim > 1 else expert_mesh.size()
         inner(
             module,
