@@ -88,7 +88,9 @@ class HttpClient:
         self, server: str, path: str, content: bytes | None, content_type: str, most_bytes: int
     ) -> HttpAnswer:
         """Post the content, or send a GET request if it is None. Redirects are not followed, so that no other server
-        gets the token. Raises NoAnswerError for an incomplete answer, ValueError if it is too long or encoded.
+        gets the token.
+
+        Raises NoAnswerError for an incomplete answer, and ValueError for an answer that is too long or encoded.
         """
         method, headers = "GET" if content is None else "POST", self._headers | {"Content-Type": content_type}
         extensions = {"timeout": self._limits}

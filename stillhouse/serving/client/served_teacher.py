@@ -238,7 +238,8 @@ def connect(teacher: TeacherConfig, temperature: float, section: str = "teacher"
     """Request the servers' descriptions, and get the files of the teacher that the run needs: the configuration, the
     tokenizer and, for hidden states, the files of the output head.
 
-    temperature: the temperature of the teacher's divergence. section: the teacher's section of the configuration.
+    temperature: the temperature of the teacher's divergence.
+    section: the teacher's section of the configuration.
     Raises ConfigError if the servers have different teachers or cannot give the signal. Raises ServerError if a
     server does not answer.
     """
@@ -356,6 +357,7 @@ def prove_servers(
     section: str, teacher: TeacherConfig, store: RemoteSignals, documents: Documents, data: Any, device: torch.device
 ) -> None:
     """Prove the servers' signals. If `teacher.prove` requires it, rank 0 loads the model and compares its signals.
+
     documents: the documents that the teacher scores. data: the `Data` of the run.
     """
     local = head = None

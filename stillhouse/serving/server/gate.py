@@ -175,7 +175,8 @@ class InPieces(Response):
             view = memoryview(self._content)
             for start in range(0, len(view), _PIECE):
                 piece = bytes(view[start : start + _PIECE])
-                await send({"type": "http.response.body", "body": piece, "more_body": start + _PIECE < len(view)})
+                more = start + _PIECE < len(view)
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
         finally:
             self._sent()
 
