@@ -163,7 +163,8 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
             if arrays[name].dtype != dtype or arrays[name].ndim != 1:
                 what = f"{name} of {arrays[name].dtype} with {arrays[name].ndim} dimensions"
                 raise ValueError(f"{what}: expected {dtype} with 1")
-        requested_at, count, tokens = dict(groups.asked_at), len(arrays["tokens_R"]), int(arrays["tokens_R"].sum())
+        requested_at = dict(groups.asked_at)
+        count, tokens = len(arrays["tokens_R"]), int(arrays["tokens_R"].sum())
         for name, array in arrays.items():
             expected = count if name.endswith("_R") else tokens
             if len(array) != expected:

@@ -1,4 +1,4 @@
-"""`stillhouse check`: a dry run. It executes all steps of a run before the first update, and prints the findings.
+"""`stillhouse check`: a dry run. It does everything that a run does before its first update, and prints the findings.
 
 It shows models, tokenizer, template and data, and one step with its peak memory and the gradient norm of each term.
 It changes no weight and writes no file.

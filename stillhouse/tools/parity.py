@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 -m stillhouse parity run.yaml
 
-The run's engine (`parallel.engine`) computes the layouts. The step in one process is the reference, and always uses
-torch's engine.
+The run's engine (`parallel.engine`) computes the step of each layout. The step in one process is the reference, and
+always uses torch's engine.
 
 The command uses the run's models and data, in float32, so that a difference comes from the layout and not from
 rounding. For an on-policy run, every process generates the same completions once. Every process also computes the

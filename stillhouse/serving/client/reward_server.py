@@ -61,7 +61,7 @@ class RewardServer:
                 raise RefusedError(f"{self._name} gives {shown(value)}{about}: {_EXPECTED}")
             return number
 
-        def settle(answer: "Future[float]") -> None:
+        def resolve(answer: "Future[float]") -> None:
             if answer.cancelled():
                 named.set_exception(ServerError(f"{self._name} was given up, because the run ends"))
                 return
@@ -83,7 +83,7 @@ class RewardServer:
             )
             return named
         call = ServerRequest(self._path, content.encode(), "application/json", parse, tokens=1, most_bytes=MOST_BYTES)
-        self._pool.submit(call).add_done_callback(settle)
+        self._pool.submit(call).add_done_callback(resolve)
         return named
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ _PROMPTS = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (4
 #: the number of requested top tokens; the gap from the first to the fifth is wider than the gap to the second
 _TOP = 5
 #: in nats: two options whose log-probabilities would differ by less cannot be distinguished
-_APART = 0.02
+_LEAST_DIFFERENCE = 0.02
 
 T = TypeVar("T")
 
@@ -265,7 +265,7 @@ class ServedWeights:
             before, after = top(prompt, Sampling(1)), top(prompt, Sampling(1, temperature=temperature))
             if temperature != 1:
                 gap, scaled_gap = before[0] - before[-1], after[0] - after[-1]
-                if abs(gap / temperature - gap) < _APART:
+                if abs(gap / temperature - gap) < _LEAST_DIFFERENCE:
                     continue
                 if abs(scaled_gap - gap) < abs(scaled_gap - gap / temperature):
                     raise ValueError(
@@ -274,7 +274,7 @@ class ServedWeights:
                     )
             if not sampling.samples_all_tokens:
                 among_two = -math.log1p(math.exp((before[1] - before[0]) / temperature))
-                if abs(among_two - after[0]) < _APART:
+                if abs(among_two - after[0]) < _LEAST_DIFFERENCE:
                     continue
                 cut = top(prompt, Sampling(1, temperature=temperature, top_k=2), 2)[0]
                 if abs(cut - among_two) < abs(cut - after[0]):

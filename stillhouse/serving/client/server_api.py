@@ -183,7 +183,7 @@ class ServerApi(Protocol):
     # completions
 
     def model_name(self, ask: Ask) -> str | None:
-        """The model's name on the server, or None if requests need no name. Raises ValueError for a wrong server."""
+        """The model's name on the server, or None if requests need none. Raises ValueError for an unusable server."""
         return None
 
     def body(

@@ -129,17 +129,18 @@ def prove(
     findings = [f"{len(probes)} documents on {len(servers)} server(s)"]
     findings += _cross_entropy(probes, first, head, store.vocabulary)
     if local is not None:
-        parameter, inputs = next(local.parameters()), None
+        first_parameter = next(local.parameters())
+        inputs = None
         if media_inputs is not None and any(probe.media is not None for probe in probes):
             inputs = proven_media_inputs(local, media_inputs.processor)
-        scorer = Scorer(single_process_runner(local, None), parameter.device, inputs)
+        scorer = Scorer(single_process_runner(local, None), first_parameter.device, inputs)
         scored = list[Signal]()
         for outcome in scorer.score([ScoreRequest(probe, spec) for probe in probes]):
             if isinstance(outcome, NotFiniteError):
                 raise outcome
             scored.append(outcome)
         # a server that does not report a dtype may compute in half precision
-        is_float32 = {servers[0].dtype, spec.dtype, str(parameter.dtype)[6:]} == {"float32"}
+        is_float32 = {servers[0].dtype, spec.dtype, str(first_parameter.dtype)[6:]} == {"float32"}
         both = f"{store.name} and the model in this process give different signals for the same tokens"
         worst = _require_near(first, scored, both, "expected the same weights", 1e-3 if is_float32 else SAME)
         findings.append(f"it differs from the same model in this process by at most {worst:.1e}")

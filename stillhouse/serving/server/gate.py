@@ -66,7 +66,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def parse_json(content: bytes, kind: type[Body], named: int = 2) -> Body:
-    """Parse a body. Raises RequestError if it is invalid. named: the levels of the field's path that errors name."""
+    """Parse a body. Raises RequestError if it is invalid. named: the most levels of the field's path in errors."""
     try:
         require_few_lists(content)
         return kind.model_validate_json(content)
