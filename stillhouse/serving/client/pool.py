@@ -94,8 +94,8 @@ class Server:
     """A server and its state.
 
     held: whether the server gets no requests. error: the reason if the server is given up.
-    limits: the time limits of the requests in progress. Each has the later end to which it is extended if the server
-    answers another request.
+    limits: the time limits of the requests in progress, each with the later end to which it is extended when the
+    server answers another request.
     is_failing: whether the server has failed and has not answered since then.
     """
 
@@ -332,7 +332,7 @@ class ServerPool:
             await asyncio.sleep(min([0.02, *waits]))
 
     async def _attempt(self, server: Server, call: ServerRequest[T], seconds: float, silent_seconds: float) -> T:
-        """seconds: the limit of the attempt. silent_seconds: the limit if no other request is answered meanwhile."""
+        """seconds: the limit of the attempt. silent_seconds: the limit while the server answers no other request."""
         content = call.content
         if not isinstance(content, bytes):
             content = await asyncio.to_thread(content, server.url) if call.is_slow else content(server.url)

@@ -73,8 +73,8 @@ class RemoteSignals(SignalStore):
 
     width: E, the teacher's width; 0 if it is unknown and not needed. vocabulary: the number of rows of its head.
     proof: the proof of the servers. It is repeated on all working servers before every `prove_every`-th read, or
-    never if this is 0. If answers do not contain the teacher's hash, the proof is also repeated on each server that
-    answers again after a failure.
+    never if `prove_every` is 0. If answers do not contain the teacher's hash, the proof is also repeated on each
+    server that answers again after a failure.
     """
 
     may_take_long = True  # the pool has its own timeout
