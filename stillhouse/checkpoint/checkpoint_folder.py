@@ -39,7 +39,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def prune(folder: Path, keep: int, best: str | None, greater: bool | None = None) -> list[str]:
     """Remove all checkpoints except the newest `keep`, the best one by a metric, and those with a damaged state.json.
-    Returns a message for each damaged state.json. greater: see `best_checkpoint`.
+
+    greater: see `best_checkpoint`.
+    Returns a message for each damaged state.json.
     """
     every = checkpoints(folder)
     best_path, damage = best_checkpoint(every, best or "", greater)
@@ -55,8 +57,9 @@ def best_checkpoint(
     paths: list[Path], metric: str, greater: bool | None = None
 ) -> tuple[Path | None, dict[Path, str]]:
     """The earliest checkpoint with the best value of a metric, and a message for each damaged state.json. The
-    checkpoint is None if no checkpoint has the metric. greater: whether a higher value is better. If it is None, it
-    is true only for agreement, exact match and reward.
+    checkpoint is None if no checkpoint has the metric.
+
+    greater: whether a higher value is better. If it is None, it is true only for agreement, exact match and reward.
     """
     if greater is None:
         greater = metric.startswith("eval/exact_match") or metric.endswith(("/agreement", "prompts/reward"))
@@ -94,7 +97,8 @@ def verified(
 
     shared: whether all ranks see the same folder. If not, the ranks of each machine read all files of their folder.
     with_student: whether the folder `student` is also checked. A resumed run does not read this folder.
-    Raises DamagedCheckpointError if the checkpoint is damaged, and ValueError if a rank cannot read the files.
+    Raises DamagedCheckpointError if the checkpoint is damaged, and ValueError if a rank cannot read the files, which
+    may then be intact.
     """
     with _reading_on(ranks):
         state = read_state(path)

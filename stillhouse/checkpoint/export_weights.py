@@ -35,8 +35,8 @@ FILE_BYTES = 5 * 10**9
 def save_student(
     folder: Path, student: Decoder, tokenizer: Any, resume: Path, ranks: Ranks, processor_files: Sequence[Path] = ()
 ) -> None:
-    """Save the student, its tokenizer and the files of its media processor. If the student has an adapter, only the
-    adapter is saved.
+    """Save the student, its tokenizer and the files of its media processor. If the student has an adapter, the
+    adapter is saved instead of the full model.
 
     student: the student, or this process's shard of it.
     resume: the folder of a checkpoint's tensors. It is read if the student has an adapter or is distributed.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stillhouse.checkpoint.checkpoint_folder import IntactCheckpoint, checkpoints, set_aside, verified
 from stillhouse.config import ConfigError, load_config
@@ -162,6 +162,7 @@ def open_checkpoint(
     paths: on rank 0, the result of `candidates` after the folder was locked; ignored on other ranks
     fallback: whether a damaged checkpoint is renamed and the previous one is used (`checkpoint.fallback`)
     base: the name of the base model of the student's adapter
+
     Raises DamagedCheckpointError if the checkpoint is damaged and no older one may be used. Raises ValueError if the
     configuration, data, models or log have changed since this run wrote the checkpoint. For a checkpoint of another
     run, these are not compared; if its adapter was trained on another base model, a warning is printed.
@@ -287,9 +288,11 @@ def _with_items(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
-    """The candidates if `checkpoint.resume` is a path. In a new run, this is only the checkpoint at `path`. If `path`
-    is the run's newest checkpoint, or if the run started from `path`, the run's checkpoints are returned. A run's
-    state.json records the path of the checkpoint from which the run started.
+    """The candidates if `checkpoint.resume` is a path.
+
+    In a new run, this is only the checkpoint at `path`. If `path` is the run's newest checkpoint, or if the run
+    started from `path`, the run's checkpoints are returned. A run's state.json records the path of the checkpoint
+    from which the run started.
     """
     newest, start = next(iter(newest_first), None), None
     for readable in newest_first:
@@ -315,8 +318,8 @@ def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
 class _Writer(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    #: the most likely token after each of a few prompts, and its log-probability
-    likeliest: list[tuple[int, float]]
+    #: the most likely token after each of a few prompts, and its log-probability; `likeliest` is the key of the file
+    top_tokens: list[tuple[int, float]] = Field(alias="likeliest")
 
 
 def require_same_writer(engine: RemoteEngine, folder: RunFolder) -> None:
@@ -324,13 +327,13 @@ def require_same_writer(engine: RemoteEngine, folder: RunFolder) -> None:
     path, now = folder.path / WRITER, _Writer(likeliest=[*engine.weights.top_tokens])
     if not path.exists():
         _require_new_run(folder, path, "the servers have the same weights")
-        folder.write_json(WRITER, now.model_dump())
+        folder.write_json(WRITER, now.model_dump(by_alias=True))
         return
     try:
         before = _Writer.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise ValueError(f"{path} is damaged: restore it, or choose another folder as out") from error
-    if not same_weights(before.likeliest, now.likeliest):
+    if not same_weights(before.top_tokens, now.top_tokens):
         raise ValueError(
             "rollout.url: the servers have other weights than when this run began: expected the same model, or "
             "another folder as out"

@@ -71,8 +71,9 @@ def save_checkpoint(
     processor_files: Sequence[Path] = (),
 ) -> Path:
     """Write checkpoints/step-<n> and return its path. A failure leaves no checkpoint. A collective of all ranks.
-    queue: the queue of samples in an on-policy run. Raises ValueError, and writes nothing, if the state is not finite
-    or the disk has too little space.
+
+    queue: the queue of samples in an on-policy run.
+    Raises ValueError, and writes nothing, if the state is not finite or the disk has too little space.
     """
     final, ranks = folder / folder_name(progress.step), engine.student.ranks
     scattered = (
@@ -110,7 +111,9 @@ def save_checkpoint(
 
 def load_checkpoint(checkpoint: IntactCheckpoint, engine: Engine) -> Progress:
     """Load weights, averaged weights, optimizer state and random states, and return the checkpoint's progress. The
-    checkpoint may have any layout. Raises ValueError if it was saved from another model.
+    checkpoint may have any layout.
+
+    Raises ValueError if the checkpoint was saved from another model.
     """
     engine.load(checkpoint.path / RESUME, checkpoint.state.without_moments)
     return checkpoint.state.progress
@@ -160,7 +163,8 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
             if arrays[name].dtype != dtype or arrays[name].ndim != 1:
                 what = f"{name} of {arrays[name].dtype} with {arrays[name].ndim} dimensions"
                 raise ValueError(f"{what}: expected {dtype} with 1")
-        requested_at, count, tokens = dict(groups.asked_at), len(arrays["tokens_R"]), int(arrays["tokens_R"].sum())
+        requested_at = dict(groups.asked_at)
+        count, tokens = len(arrays["tokens_R"]), int(arrays["tokens_R"].sum())
         for name, array in arrays.items():
             expected = count if name.endswith("_R") else tokens
             if len(array) != expected:

@@ -92,8 +92,9 @@ def write(
 def _with_student(
     arguments: tuple[str, ...], flags: dict[str, str | None]
 ) -> tuple[tuple[str, ...], dict[str, str | None]]:
-    """Set the student to the teacher if neither a file nor an option names a student. A cache needs only the
-    tokenizer of the student, which must be the teacher's tokenizer.
+    """Set the student to the teacher if neither a file nor an option names a student.
+
+    A cache needs only the tokenizer of the student, which must be the teacher's tokenizer.
     """
     if flags["student"] is not None or not all(map(is_override, arguments)):
         return arguments, flags

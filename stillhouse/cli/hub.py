@@ -58,7 +58,8 @@ def require_on_hub(models: Mapping[str, tuple[str, str | None]]) -> None:
     was not downloaded before.
 
     Requests config.json, which every run needs, unless it was downloaded before. Call this after `settle_offline`.
-    models: names and revisions of models, by configuration key. Other failures are ignored here; the libraries retry.
+    Other failures are ignored here; the libraries retry.
+    models: names and revisions of models, by configuration key.
     """
     on_hub = {key: model for key, model in models.items() if not os.path.exists(model[0])}
     if not on_hub or os.environ.get("RANK", "0") != "0":

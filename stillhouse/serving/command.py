@@ -103,7 +103,7 @@ def serve(
 
     With --generate, the server generates completions for on-policy runs: POST /inference/v1/generate accepts and
     returns token ids as vLLM does. POST /v1/weights loads the weights of a published folder, between two batches: a
-    whole model, or an adapter of the served one. With --quantize, it loads adapters alone.
+    whole model, or an adapter of the served one. With --quantize, it loads only adapters.
 
     \b
     stillhouse serve Qwen/Qwen3-8B

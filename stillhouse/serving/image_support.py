@@ -53,7 +53,9 @@ def require_accepted(
     url: str, support: ImageSupport | None, documents: Documents, processor: MediaProcessor, what: str
 ) -> None:
     """Raise ValueError unless the server accepts images and has this processor. Raise DataError for the first
-    document with more images or pixels than the server accepts. what: the documents' name; some have images.
+    document with more images or pixels than the server accepts.
+
+    documents: documents, some of which have images. what: the name of the documents in errors.
     """
     if support is None:
         raise ValueError(f"{what} has images, and {url} accepts none: start it with stillhouse serve --images")

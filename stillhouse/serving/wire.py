@@ -203,8 +203,9 @@ def decode_prompt(content: bytes) -> tuple[bytes, ReceivedImages]:
 def document_tensors(
     documents: Sequence[DocumentRows], images: Sequence[MediaTensors | None] | None = None
 ) -> ReceivedImages:
-    """The entries of a request's JSON for images, and all tensors of the request except `ids`. images: the images of
-    each document, if they were read before; if None, they are read now.
+    """The entries of a request's JSON for images, and all tensors of the request except `ids`.
+
+    images: the images of each document, if they were read before. If it is None, they are read now.
     """
     if images is None:
         images = [None if document.media is None else document.media.read() for document in documents]
@@ -295,8 +296,9 @@ def encode_answer(teacher: str, signal: SignalSpec, parts: Sequence[dict[str, Te
 def decode_answer(
     content: bytes, signal: SignalSpec, width: int, documents: Sequence[DocumentRows]
 ) -> tuple[str, list[dict[str, Tensor]]]:
-    """Return the teacher's identity, and the signal's tensors for each document. Raises ValueError if the answer is
-    truncated or does not fit the request.
+    """Return the teacher's identity, and the signal's tensors for each document.
+
+    Raises ValueError if the answer is truncated, belongs to another request, or has tensors of other shapes.
     """
     options, tensors = decode_body(content, KEY, "the answer")
     teacher = options.pop("teacher", None)

@@ -1,4 +1,4 @@
-"""`stillhouse check`: a dry run. It executes all steps of a run before the first update, and prints the findings.
+"""`stillhouse check`: a dry run. It does everything that a run does before its first update, and prints the findings.
 
 It shows models, tokenizer, template and data, and one step with its peak memory and the gradient norm of each term.
 It changes no weight and writes no file.
@@ -152,8 +152,9 @@ def _sample(data: Data, document: int) -> str:
 
 
 def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
-    """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term. Servers are
-    not used to generate completions, because their weights would be replaced by this student's weights.
+    """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term.
+
+    Servers are not used to generate completions, because their weights would be replaced by this student's weights.
     """
     engine = session.models.engine
     if session.rollout is not None and session.rollout.config.urls:
@@ -178,11 +179,12 @@ def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
     if engine.needs_teacher:
         compiles = "; the layers are compiled" if layers else ""
         yield f"running one step{size}: the teacher's signals{compiles} …"
-    asked, signals = _timed(lambda: session.models.source_for(engine).request(micro_batches).result())
+    teacher_seconds, signals = _timed(lambda: session.models.source_for(engine).request(micro_batches).result())
     yield f"running one step{size}: forward and backward; {compiled} …"
     normalizer = micro_batches.all_ranks.normalizer
-    trained, output = _timed(lambda: engine.forward_backward(micro_batches, signals, normalizer))
-    first, norm, memory, loss = asked + trained, engine.gradient_norm(), peak_memory(), output.sums["loss"]
+    step_seconds, output = _timed(lambda: engine.forward_backward(micro_batches, signals, normalizer))
+    first = teacher_seconds + step_seconds
+    norm, memory, loss = engine.gradient_norm(), peak_memory(), output.sums["loss"]
     if not math.isfinite(loss) or not math.isfinite(norm):
         raise not_finite_error(session.models, folder.checkpoints, 1, micro_batches, output, norm)
     trainable = [parameter for parameter in session.models.student.parameters() if parameter.requires_grad]
@@ -274,8 +276,9 @@ def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
 
 
 def _peak_memory(device: torch.device) -> Callable[[], str]:
-    """Start measuring the peak memory of the GPU or, without a GPU, of the process (only on Linux). Return a function
-    that returns the peak since this call as text.
+    """Start measuring the peak memory of the GPU or, without a GPU, of the process (only on Linux).
+
+    Returns a function that returns the peak since this call as text.
     """
     reset = Path("/proc/self/clear_refs")
     if device.type == "cuda":

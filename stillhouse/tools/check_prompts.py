@@ -85,8 +85,9 @@ def sample_rows(data: Data, plan: RolloutPlan, samples: Sequence[Sample]) -> Ite
 
 
 def function_rows(session: Session) -> Iterator[tuple[str, str]]:
-    """Call the user's functions that the step of the check has not called. Yields the title and the text of rows. A
-    collective of all processes. Raises the errors of the run about these functions.
+    """Call the user's functions that the step of the check has not called. Yields the title and the text of rows.
+
+    A collective of all processes. Raises the errors of the run about these functions.
     """
     if session.rollout is not None and session.rollout.config.urls:
         require_end_of_turns(session.models, session.data, session.rollout)

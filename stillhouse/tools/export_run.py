@@ -50,7 +50,8 @@ class ExportSettings:
     """The options of an export.
 
     merge: whether an adapter is merged into its base. If it is None, an adapter is merged if there is one.
-    dtype: the dtype of the weights, or None for the dtype of training. shard_bytes: the largest size of one file.
+    dtype: the dtype of the weights, or None for the dtype of training.
+    shard_bytes: the largest size of one file.
     card: whether README.md is written. mtp: whether the student's MTP layers are exported.
     """
 
@@ -160,8 +161,9 @@ def _chosen(path: Path, step: str | None) -> Path:
 
 
 def _config_and_mtp(source: Path) -> tuple[PretrainedConfig | None, tuple[str, ...]]:
-    """Return the configuration of a model's folder without MTP layers, and the prefixes of these layers' weights. For
-    a folder with only an adapter, the configuration is None.
+    """Return the configuration of a model's folder without MTP layers, and the prefixes of these layers' weights.
+
+    For a folder with only an adapter, the configuration is None.
     """
     if not (source / CONFIG_NAME).is_file():
         return None, ()

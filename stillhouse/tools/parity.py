@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 -m stillhouse parity run.yaml
 
-The run's engine (`parallel.engine`) computes the layouts. The step in one process is the reference, and always uses
-torch's engine.
+The run's engine (`parallel.engine`) computes the step of each layout. The step in one process is the reference, and
+always uses torch's engine.
 
 The command uses the run's models and data, in float32, so that a difference comes from the layout and not from
 rounding. For an on-policy run, every process generates the same completions once. Every process also computes the
@@ -56,8 +56,9 @@ Name = TypeVar("Name")
 class Row:
     """The result for one layout.
 
-    loss: the relative difference of the loss from the reference. gradient: the largest relative difference of a
-    parameter's gradient. parameter: this parameter's name. refused: the reason if the layout is impossible, or "".
+    loss: the relative difference of the loss from the reference.
+    gradient: the largest relative difference of a parameter's gradient. parameter: the name of this parameter.
+    refused: the reason if the layout is impossible, otherwise "".
     """
 
     layout: str
@@ -79,7 +80,9 @@ class Row:
 
 def layouts(engine: EngineCapabilities, processes: int, *, experts: bool = False) -> list[Layout]:
     """The layouts with one degree above 1. For an even number of at least 4 processes, the layouts with two degrees
-    above 1 are included. experts: whether expert parallelism is included, because a model has experts.
+    above 1 are included.
+
+    experts: whether expert parallelism is included, because a model has experts.
     """
     axes = engine.axes
     choices = [Degrees(**{axis: processes}) for axis in axes]
@@ -123,8 +126,9 @@ def compare_layouts(config: RunConfig) -> Iterator[Row]:
         "teachers": config.teachers and config.teachers.model_copy(update=several),
     }
     config = config.model_copy(update=in_float32)
-    setup, alone = RunSetup(config), config.parallel.model_copy(update={"engine": "torch", "sequence": False})
-    in_one_process = RunSetup(config.model_copy(update={"parallel": alone}))
+    setup = RunSetup(config)
+    torch_engine = config.parallel.model_copy(update={"engine": "torch", "sequence": False})
+    in_one_process = RunSetup(config.model_copy(update={"parallel": torch_engine}))
     _ = setup.objective.spec, setup.stores  # errors of the objective and the stores come first
     require_adapters(config.student)
     device, processes = setup.device, process_count()
@@ -204,6 +208,7 @@ def _gradient(engine: Engine, source: SignalSource, step: StepMicroBatches, seed
 
 def differences(engine: Engine, gradients: dict[str, Tensor], least: float) -> Iterator[tuple[str, float]]:
     """For each parameter on this process, the relative difference between its gradient and the reference gradient.
+
     The norm of the difference is divided by the larger of the reference's norm and `least`. A sharded gradient is
     all-gathered, so all processes that have a shard must call this function.
     """

@@ -144,13 +144,14 @@ def _read(
 ) -> list[dict[str, Tensor]]:
     """Request signals of documents as the teacher reads them, and return the signals of the student's rows.
 
-    splits: the documents of each split as the student and as the teacher reads them. media_inputs: the inputs of the
-    teacher. places: the positions of the documents in `entries`.
+    splits: the documents of each split, as the student reads them and as the teacher reads them.
+    media_inputs: makes the teacher's inputs. places: the positions of the documents in `entries`.
     """
     result: list[dict[str, Tensor]] = []
     for split, part in groupby((entries[place] for place in places), key=lambda entry: entry.split):
         documents, as_read = splits[split]
-        substitutions, requests, rows = documents.substitutions_of(SINGLE), list[DocumentRows](), list[np.ndarray]()
+        substitutions = documents.substitutions_of(SINGLE)
+        requests, rows = list[DocumentRows](), list[np.ndarray]()
         for _, number, document in part:
             teacher_rows = substitutions.rows(number, len(document.tokens))
             # a row that predicts a token of media has no weight in a run; the signal of the row before it is stored
@@ -324,8 +325,9 @@ def _recorded_hash(out: Path, number: int) -> str:
 
 
 def divide(lengths: Sequence[int], rows: int) -> list[range]:
-    """Divide documents into shards of at most `rows` rows. A longer document is a shard by itself. lengths: the
-    number of rows of each document.
+    """Divide documents into shards of at most `rows` rows. A longer document is a shard by itself.
+
+    lengths: the number of rows of each document.
     """
     borders, shard_rows = list[int](), rows + 1
     for number, length in enumerate(lengths):

@@ -1,8 +1,8 @@
 """Sends one request to a server, which may be broken or hostile, and reads its answer.
 
-An answer is a limited number of bytes. A charset or a compression in its headers is ignored. Invalid content raises a
-ValueError, and text for messages has no control characters. A server may repeat the bearer token of a request, so the
-token is replaced in everything that the server sends.
+An answer is a limited number of bytes. A charset in its headers is ignored, and a compressed answer is refused.
+Invalid content raises a ValueError, and text for messages has no control characters. A server may repeat the bearer
+token of a request, so the token is replaced in everything that the server sends.
 """
 
 import reprlib
@@ -88,7 +88,9 @@ class HttpClient:
         self, server: str, path: str, content: bytes | None, content_type: str, most_bytes: int
     ) -> HttpAnswer:
         """Post the content, or send a GET request if it is None. Redirects are not followed, so that no other server
-        gets the token. Raises NoAnswerError for an incomplete answer, ValueError if it is too long or encoded.
+        gets the token.
+
+        Raises NoAnswerError for an incomplete answer, and ValueError for an answer that is too long or encoded.
         """
         method, headers = "GET" if content is None else "POST", self._headers | {"Content-Type": content_type}
         extensions = {"timeout": self._limits}
@@ -125,7 +127,7 @@ class HttpClient:
 
 
 def bytes_of_json(values: int, per_value: int = 512) -> int:
-    """The most bytes of an answer in JSON with this number of values, each with at most `per_value` bytes."""
+    """The most bytes of an answer in JSON. values: the number of values, each with at most `per_value` bytes."""
     return 2**20 + per_value * values
 
 

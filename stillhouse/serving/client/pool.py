@@ -55,8 +55,10 @@ class AskAgainError(ValueError):
 
 
 class _TryAgainError(Exception):
-    """An attempt has failed. fault: "damaged" if the answer cannot be used, "broken" if the server could not process
-    the request, otherwise "". pause: the seconds for which a busy server wants no requests.
+    """An attempt has failed.
+
+    fault: "damaged" if the answer cannot be used, "broken" if the server could not process the request, otherwise "".
+    pause: the seconds for which a busy server wants no requests.
     """
 
     def __init__(self, message: str, fault: str = "", pause: float | None = None):
@@ -70,9 +72,10 @@ class ServerRequest(Generic[T]):
 
     content: the body, or a function that returns the body for a server's URL. The function is called for each
     attempt, in another thread if `is_slow`.
-    parse: turns an answer into a result; raises ValueError for a damaged answer. statuses: the statuses of answers
-    that it reads. tokens: the request's size. most_bytes: the limit of an answer's size. absent: advice for the user
-    if the server does not know the path (404).
+    parse: turns an answer into a result; raises ValueError for a damaged answer.
+    statuses: the statuses of answers that `parse` reads.
+    tokens: the request's size. most_bytes: the limit of an answer's size.
+    absent: advice for the user if the server does not know the path (404).
     """
 
     path: str
@@ -88,9 +91,12 @@ class ServerRequest(Generic[T]):
 
 @dataclass
 class Server:
-    """A server and its state. held: whether the server gets no requests. error: the reason if the server is given up.
-    limits: the time limits of the requests in progress. Each has the later end to which it is extended if the server
-    answers another request. is_failing: whether the server has failed and has not answered since then.
+    """A server and its state.
+
+    held: whether the server gets no requests. error: the reason if the server is given up.
+    limits: the time limits of the requests in progress, each with the later end to which it is extended when the
+    server answers another request.
+    is_failing: whether the server has failed and has not answered since then.
     """
 
     url: str
@@ -122,8 +128,9 @@ class Server:
                 limit.reschedule(end)
 
     def hold(self, error: ServerError | None = None) -> None:
-        """Send the server no more requests until `release`. error: the reason if the server is given up. If all
-        servers are given up, requests raise this error.
+        """Send the server no more requests until `release`.
+
+        error: the reason if the server is given up. If all servers are given up, requests raise this error.
         """
         self.held, self.error = True, error
 
@@ -168,9 +175,10 @@ class ServerPool:
     def score(
         self, calls: Sequence[ServerRequest[T]], url: str | None = None, timeout: float | None = None
     ) -> list[T]:
-        """Return the results of several requests, in the order of the requests. url: the only server that gets them.
-        timeout: replaces the pool's timeout. Raises ServerError if no server answers, and RefusedError if a server
-        refuses a request.
+        """Return the results of several requests, in the order of the requests.
+
+        url: the only server that gets the requests. timeout: replaces the pool's timeout.
+        Raises ServerError if no server answers, and RefusedError if a server refuses a request.
         """
         servers = [server for server in self.servers if url in (None, server.url)]
         seconds = self.timeout if timeout is None else timeout
@@ -191,8 +199,11 @@ class ServerPool:
 
     def asker(self, url: str, patience: float | None = None, most_bytes: int = MOST_BYTES) -> Ask:
         """Return a function that sends requests to one server, and repeats a request while the server starts or is
-        busy. patience: the seconds after which the function raises UnreachableError. If it is None, the pool's
-        timeout is used. most_bytes: the limit of an answer's size.
+        busy.
+
+        patience: the seconds after which the function raises UnreachableError. If it is None, the pool's timeout is
+        used.
+        most_bytes: the limit of an answer's size.
         """
         root, seconds = url.rstrip("/"), self.timeout if patience is None else patience
         return lambda path, body: self._wait(lambda: self._ask(root, path, body, seconds, most_bytes))
@@ -297,8 +308,9 @@ class ServerPool:
 
     async def _free_server(self, wait: "_Wait") -> Server:
         """Wait until a server is neither paused, held nor full, and return it. If there are several, return the one
-        with the fewest tokens in progress; among equals, the one whose last answer is oldest. Raises ServerError if
-        all servers are given up, or if none has answered in time.
+        with the fewest tokens in progress; among equals, the one whose last answer is oldest.
+
+        Raises ServerError if all servers are given up, or if none has answered in time.
         """
         while True:
             now, servers = time.monotonic(), wait.servers
@@ -320,7 +332,7 @@ class ServerPool:
             await asyncio.sleep(min([0.02, *waits]))
 
     async def _attempt(self, server: Server, call: ServerRequest[T], seconds: float, silent_seconds: float) -> T:
-        """seconds: the limit of the attempt. silent_seconds: the limit if no other request is answered meanwhile."""
+        """seconds: the limit of the attempt. silent_seconds: the limit while the server answers no other request."""
         content = call.content
         if not isinstance(content, bytes):
             content = await asyncio.to_thread(content, server.url) if call.is_slow else content(server.url)

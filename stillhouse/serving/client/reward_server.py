@@ -20,10 +20,12 @@ _EXPECTED = 'expected {"reward": a finite number}'
 
 
 class RewardServer:
-    """The user's server at `url`. name: the name of the reward in error messages.
+    """The user's server at `url`.
 
+    name: the name of the reward in error messages.
     timeout: rewards raise ServerError if the server has not answered for this number of seconds. It is also the limit
-    for one answer. warn: prints a line when the server fails, or answers again. token: the server's bearer token.
+    for one answer.
+    warn: prints a line when the server fails, or answers again. token: the server's bearer token.
     """
 
     def __init__(self, url: str, name: str, timeout: float, warn: Callable[[str], None], token: str | None = None):
@@ -43,9 +45,11 @@ class RewardServer:
         source: str,
         turns: Sequence[Turn],
     ) -> Future[Any]:
-        """Request the reward of a completion, and return at once. source: `file:line` of the record. The future
-        raises UserFunctionError if the server refuses the request or gives no finite number, or if JSON cannot
-        represent the record. It raises ServerError if the server does not answer in time.
+        """Request the reward of a completion, and return at once. source: `file:line` of the record.
+
+        The future raises UserFunctionError, which names the server and the completion, if the server refuses the
+        request or gives no finite number, or if JSON cannot represent the record. It raises ServerError if the server
+        does not answer in time.
         """
         about, named = about_completion(completion, source), Future[Any]()
 
@@ -57,7 +61,7 @@ class RewardServer:
                 raise RefusedError(f"{self._name} gives {shown(value)}{about}: {_EXPECTED}")
             return number
 
-        def settle(answer: "Future[float]") -> None:
+        def resolve(answer: "Future[float]") -> None:
             if answer.cancelled():
                 named.set_exception(ServerError(f"{self._name} was given up, because the run ends"))
                 return
@@ -79,7 +83,7 @@ class RewardServer:
             )
             return named
         call = ServerRequest(self._path, content.encode(), "application/json", parse, tokens=1, most_bytes=MOST_BYTES)
-        self._pool.submit(call).add_done_callback(settle)
+        self._pool.submit(call).add_done_callback(resolve)
         return named
 
     def close(self) -> None:

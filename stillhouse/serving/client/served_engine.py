@@ -22,13 +22,17 @@ from stillhouse.rollout.records import Completion, CompletionInbox, GenerationRe
 from stillhouse.serving import JSON, SAFETENSORS
 from stillhouse.serving.client.http_client import HttpAnswer, bytes_of_json
 from stillhouse.serving.client.pool import AskAgainError, RefusedError, ServerPool, ServerRequest
-from stillhouse.serving.client.served_weights import SECONDS_TO_DROP, UNKNOWN_WEIGHTS, ServedWeights, ServerState
+from stillhouse.serving.client.served_weights import ServedWeights, ServerState
 from stillhouse.serving.client.server_api import Published, ServerApi, VersionSpan
 
 #: the most requests that one server gets at a time; the server batches as many as it can and queues the others
 IN_FLIGHT = 256
 #: the same limit for requests with images, which are large
 IMAGES_IN_FLIGHT = 16
+#: seconds for which the end of a run waits until servers have dropped its adapter
+SECONDS_TO_DROP = 2.0
+#: the version of a server whose weights have become unknown since the server was chosen for a request
+UNKNOWN_WEIGHTS = Published(-1, Path(), "", "model")
 #: the most bytes of a token in an answer: its text, its bytes, its log-probability and perhaps its version
 COMPLETION_TOKEN_BYTES = 4096
 
@@ -108,6 +112,7 @@ class ServedEngine:
         self, requests: Sequence[GenerationRequest], inbox: CompletionInbox | None = None
     ) -> list[Future[Completion]]:
         """Request completions, and return at once. Raises ValueError for ids outside the vocabulary.
+
         inbox: also receives the completions and the errors of the futures.
         """
         newest = self.weights.newest
@@ -127,8 +132,10 @@ class ServedEngine:
 
     def update_weights(self, version: int, folder: Path | None) -> None:
         """Load a published version on all servers in parallel, and prove that they generate with it. A server that
-        does not answer gets the version when it answers again. Raises ServerError if no server answers, or if a
-        server reports that it cannot load the version. This server then stays paused.
+        does not answer gets the version when it answers again.
+
+        Raises ServerError if no server answers, or if a server reports that it cannot load the version. This server
+        then stays paused.
         """
         if folder is None:
             raise ValueError("servers read weights from a folder: expected the one that was published")
@@ -218,8 +225,9 @@ class ServedEngine:
 
 
 def token_versions(spans: Sequence[VersionSpan], versions: dict[str, int], count: int) -> np.ndarray | None:
-    """The version of each of the `count` tokens, or None if `versions` lacks the label of a span. Raises ValueError
-    unless the spans cover all tokens in order.
+    """The version of each of the `count` tokens, or None if `versions` lacks the label of a span.
+
+    Raises ValueError unless the spans cover all tokens in order.
     """
     per_token: list[Any] = []
     for span in spans:

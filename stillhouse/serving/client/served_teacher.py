@@ -73,8 +73,8 @@ class RemoteSignals(SignalStore):
 
     width: E, the teacher's width; 0 if it is unknown and not needed. vocabulary: the number of rows of its head.
     proof: the proof of the servers. It is repeated on all working servers before every `prove_every`-th read, or
-    never if this is 0. If answers do not contain the teacher's hash, the proof is also repeated on each server that
-    answers again after a failure.
+    never if `prove_every` is 0. If answers do not contain the teacher's hash, the proof is also repeated on each
+    server that answers again after a failure.
     """
 
     may_take_long = True  # the pool has its own timeout
@@ -238,7 +238,8 @@ def connect(teacher: TeacherConfig, temperature: float, section: str = "teacher"
     """Request the servers' descriptions, and get the files of the teacher that the run needs: the configuration, the
     tokenizer and, for hidden states, the files of the output head.
 
-    temperature: the temperature of the teacher's divergence. section: the teacher's section of the configuration.
+    temperature: the temperature of the teacher's divergence.
+    section: the teacher's section of the configuration.
     Raises ConfigError if the servers have different teachers or cannot give the signal. Raises ServerError if a
     server does not answer.
     """
@@ -356,6 +357,7 @@ def prove_servers(
     section: str, teacher: TeacherConfig, store: RemoteSignals, documents: Documents, data: Any, device: torch.device
 ) -> None:
     """Prove the servers' signals. If `teacher.prove` requires it, rank 0 loads the model and compares its signals.
+
     documents: the documents that the teacher scores. data: the `Data` of the run.
     """
     local = head = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,12 +31,8 @@ from stillhouse.serving.client.server_api import Answer, Published, ServerApi, r
 PATIENCE = 10.0
 #: the maximum number of times in a row that a server may answer with other weights
 MAX_RESTORES = 10
-#: seconds for which the end of a run waits until servers have dropped its adapter
-SECONDS_TO_DROP = 2.0
 #: the maximum number of tokens of a probe's completion
 PROBE_TOKENS = 8
-#: the version of a server whose weights have become unknown since the server was chosen for a request
-UNKNOWN_WEIGHTS = Published(-1, Path(), "", "model")
 _AGAIN = (
     "other weights again and again: expected a server that does not restart repeatedly, and no other job that "
     "gives it weights"
@@ -47,15 +43,17 @@ _PROMPTS = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (4
 #: the number of requested top tokens; the gap from the first to the fifth is wider than the gap to the second
 _TOP = 5
 #: in nats: two options whose log-probabilities would differ by less cannot be distinguished
-_APART = 0.02
+_LEAST_DIFFERENCE = 0.02
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A server's completions of some prompts. label: the version of the weights that generated them. top_tokens: for
-    each prompt, the most likely next token and its log-probability.
+    """A server's completions of some prompts.
+
+    label: the version of the weights that generated the completions.
+    top_tokens: for each prompt, the most likely next token and its log-probability.
     """
 
     label: str = ""
@@ -65,8 +63,9 @@ class Probe:
 
 @dataclass(eq=False)
 class ServerState:
-    """The state of a server. address: the same server in the pool. model: the name of the model in requests.
+    """The state of a server.
 
+    address: the same server in the pool. model: the name of the model in requests.
     published: the version that was loaded last, or None while the weights are unknown. Each load makes a new object.
     restored: how often the server had other weights since its last usable answer.
     is_absent: whether the newest version is being loaded in the background, because the server did not have it.
@@ -85,8 +84,9 @@ class ServerState:
 
 @dataclass(eq=False)
 class ServedWeights:
-    """The weights on servers. versions: version numbers by label. newest: the version that all servers should have.
+    """The weights on servers.
 
+    versions: version numbers by label. newest: the version that all servers should have.
     samplings: the samplings of all requests. keep: whether the servers keep their own weights. If so, top_tokens are
     the top tokens after `_PROMPTS`. run_prefix: the beginning of the names of this run's adapters; "" if it is
     unknown. The other arguments are those of `ServedEngine`.
@@ -126,8 +126,9 @@ class ServedWeights:
         self._proved = self.servers[url].probe, most
 
     def connect(self) -> None:
-        """Request the model name of each server. If `keep` is true, accept the servers' weights as version 0. Raises
-        ValueError if a server cannot be used. If `keep` is true, all servers must have the same weights.
+        """Request the model name of each server. If `keep` is true, accept the servers' weights as version 0.
+
+        Raises ValueError if a server cannot be used or, if `keep` is true, has other weights than the first server.
         """
         for server in self.servers.values():
             ask = self.pool.asker(server.url)
@@ -219,7 +220,8 @@ class ServedWeights:
             answer.require(_GREEDY, 1, self.vocabulary)
             return answer
 
-        answers = [self._one_token(server, prompt, _GREEDY, parse, 0) for prompt in self._prompts]
+        bodies = [self.api.body(server.model, prompt, _GREEDY, 1, 0) for prompt in self._prompts]
+        answers = [self._one_token(server, body, parse) for body in bodies]
         labels = {span.label or "" for answer in answers for span in answer.spans}
         top_tokens = [(answer.ids[0], answer.log_probs[0]) for answer in answers]
         self.top_tokens = self.top_tokens or top_tokens
@@ -229,16 +231,8 @@ class ServedWeights:
         self.versions[label] = 0
         server.published = self.newest = Published(0, Path(), label, "model")
 
-    def _one_token(
-        self,
-        server: ServerState,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        parse: Callable[[HttpAnswer], T],
-        top: int,
-    ) -> T:
-        """Request a completion of one token. Raises ValueError for an answer that cannot be read."""
-        body = self.api.body(server.model, prompt, sampling, 1, 0, top=top)
+    def _one_token(self, server: ServerState, body: dict[str, Any], parse: Callable[[HttpAnswer], T]) -> T:
+        """Request a completion of one token, and parse the answer. Raises ValueError if it cannot be read."""
         response = self.pool.asker(server.url)(self.api.path, body)
         if response.status != 200:
             raise ValueError(f"{response.url}: {response.status} {response.message}; {self.api.kind.hint}")
@@ -259,7 +253,8 @@ class ServedWeights:
             return
 
         def top(prompt: Sequence[int], sampling: Sampling, count: int = _TOP) -> list[float]:
-            log_probs = self._one_token(server, prompt, sampling, self.api.top_log_probs, _TOP)[:count]
+            body = self.api.body(server.model, prompt, sampling, 1, 0, top=_TOP)
+            log_probs = self._one_token(server, body, self.api.top_log_probs)[:count]
             if len(log_probs) < 2 or not all(map(math.isfinite, log_probs)):
                 raise ValueError(
                     f"{server.url} gives {log_probs} for the top tokens: expected at least two log-probabilities"
@@ -270,7 +265,7 @@ class ServedWeights:
             before, after = top(prompt, Sampling(1)), top(prompt, Sampling(1, temperature=temperature))
             if temperature != 1:
                 gap, scaled_gap = before[0] - before[-1], after[0] - after[-1]
-                if abs(gap / temperature - gap) < _APART:
+                if abs(gap / temperature - gap) < _LEAST_DIFFERENCE:
                     continue
                 if abs(scaled_gap - gap) < abs(scaled_gap - gap / temperature):
                     raise ValueError(
@@ -279,7 +274,7 @@ class ServedWeights:
                     )
             if not sampling.samples_all_tokens:
                 among_two = -math.log1p(math.exp((before[1] - before[0]) / temperature))
-                if abs(among_two - after[0]) < _APART:
+                if abs(among_two - after[0]) < _LEAST_DIFFERENCE:
                     continue
                 cut = top(prompt, Sampling(1, temperature=temperature, top_k=2), 2)[0]
                 if abs(cut - among_two) < abs(cut - after[0]):
@@ -300,6 +295,7 @@ class ServedWeights:
         self, servers: Sequence[ServerState], patience: float, end: float
     ) -> dict[str, UnreachableError]:
         """Load the newest version on servers; return the errors of the servers that have not answered, by URL.
+
         end: the time limit. A server that loads the version later counts as not answering, but its thread continues.
         """
         absent: dict[str, UnreachableError] = {}
@@ -341,6 +337,7 @@ class ServedWeights:
 
     def _writes_with(self, ask: Ask, server: ServerState, published: Published) -> bool:
         """Whether the server generates with this version. It does not if it was restarted after loading the version.
+
         Raises ServerError if the server reports this version, but not the proved server's top tokens.
         """
         completions: list[Completion] = []

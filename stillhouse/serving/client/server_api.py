@@ -50,9 +50,10 @@ class UnknownTokenizerError(ValueError):
 class ServerInfo:
     """A server's description of its teacher and limits. A value is None if the server does not report it.
 
-    model: the teacher's name on the server. identity: a hash of its weights. vocabulary: the number of rows of its
-    head. width: E. dtype: the dtype of its computation. max_tokens, request_tokens: the most tokens of a document,
-    and of all documents of a request. max_top_k: the most ids per token. files: the hashes of its files, by name.
+    model: the teacher's name on the server. identity: a hash of its weights.
+    vocabulary: the number of rows of its head. width: E. dtype: the dtype of its computation.
+    max_tokens, request_tokens: the most tokens of a document, and of all documents of a request.
+    max_top_k: the most ids per token. files: the hashes of its files, by name.
     images: the images that the server accepts.
     """
 
@@ -182,14 +183,16 @@ class ServerApi(Protocol):
     # completions
 
     def model_name(self, ask: Ask) -> str | None:
-        """The model's name on the server, or None if requests need no name. Raises ValueError for a wrong server."""
+        """The model's name on the server, or None if requests need none. Raises ValueError for an unusable server."""
         return None
 
     def body(
         self, model: str | None, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int, top: int = 0
     ) -> dict[str, Any]:
-        """The JSON of a request for one completion. model: the name of the model or the adapter on the server. top:
-        the number of top tokens whose log-probabilities are requested.
+        """The JSON of a request for one completion.
+
+        model: the name of the model or the adapter on the server.
+        top: the number of top tokens whose log-probabilities are requested.
         """
 
     def request_body(
@@ -201,7 +204,9 @@ class ServerApi(Protocol):
         processor: MediaProcessor | None,
     ) -> dict[str, Any] | bytes:
         """The JSON of a request for a completion. For a prompt with images, which `processor` reads, it is the
-        encoded body. Raises ValueError for an image whose file has changed since the data was loaded.
+        encoded body.
+
+        Raises ValueError for an image whose file has changed since the data was loaded.
         """
         body = self.body(model, request.prompt_ids.tolist(), sampling, max_new_tokens, request.seed)
         if not request.media:
@@ -229,6 +234,7 @@ class ServerApi(Protocol):
 
     def load_weights(self, ask: Ask, published: Published) -> bool:
         """Load a published version on the server. Tokens that the server generates later have the version's label.
+
         The call may be repeated. Returns False if the server was restarted meanwhile. Raises ServerError if the
         server cannot load the version; until a later call succeeds, no tokens are generated with this label.
         """
@@ -256,7 +262,9 @@ class ServerApi(Protocol):
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> str | None:
         """The difference between the server's tokenizer and this tokenizer in words, or None if they are equal. The
-        server tokenizes `text`, or reports a fingerprint. Raises UnknownTokenizerError if it does neither.
+        server tokenizes `text`, or reports a fingerprint.
+
+        Raises UnknownTokenizerError if the server does neither.
         """
         telling = [name for name, kind in server_kinds().items() if getattr(kind, "tells_tokenizer", False)]
         raise UnknownTokenizerError(
@@ -276,8 +284,9 @@ class ServerApi(Protocol):
 
 
 def ask_description(kind: type[Description], ask: Ask, path: str, name: str) -> Description:
-    """Request a server's description, and parse it as `kind`. name: the kind of server, for messages. Raises
-    ValueError for an answer of another form.
+    """Request a server's description, and parse it as `kind`. name: the kind of server, for messages.
+
+    Raises ValueError for an answer of another form.
     """
     answer = ask(path, None)
     if answer.status != 200:
@@ -300,8 +309,9 @@ def json_call(
 
 
 def require(response: HttpAnswer, what: str, hint: str = "", expected: Mapping[str, str | bool] | None = None) -> Any:
-    """The content of an answer, parsed if it is JSON. Raises ServerError unless the status is 200 and the content has
-    the `expected` values.
+    """The content of an answer, parsed if it is JSON.
+
+    Raises ServerError unless the status is 200 and the content has the `expected` values.
     """
     try:
         content = response.json() if response.content else None
@@ -323,7 +333,8 @@ def top_k_tensors(
     """Make the tensors of "top_k" from an engine's log-probabilities.
 
     entries: the top ids at each token, with their log-probabilities. Entry t is the prediction of row t − 1 for
-    token t. Engines add token t itself if it is not among the top ids. path: the path of the request, for messages.
+    token t. Engines add token t itself if it is not among the top ids.
+    path: the path of the request, for messages.
     Raises ValueError unless every entry has the document's token, and K ids with log-probabilities.
     """
     assert spec.top_k is not None
@@ -346,7 +357,9 @@ def top_k_tensors(
 
 def id_tensors(ids_NK: np.ndarray, log_probs_NK: np.ndarray, spec: SignalSpec) -> dict[str, Tensor]:
     """Make the tensors of "top_k" or "chosen". The probability outside the ids is computed as 1 − Σp in float64, and
-    is at least `TAIL_FLOOR`. Raises ValueError for numbers that cannot be log-probabilities.
+    is at least `TAIL_FLOOR`.
+
+    Raises ValueError for numbers that cannot be log-probabilities.
     """
     mass_N = np.exp(np.minimum(log_probs_NK.astype(np.float64), 1.0)).sum(1)
     if not (mass_N <= 1 + 1e-3).all():

@@ -148,8 +148,8 @@ class SglangApi(ServerApi):
             return True
         require(ask("/pause_generation", {"mode": "abort"}), "/pause_generation", self.kind.hint)
         body = {"model_path": str(published.folder), "weight_version": published.label, "flush_cache": True}
-        response, hint = ask("/update_weights_from_disk", body), "the server stays paused"
-        require(response, "loading the weights", hint, {"success": True})
+        response = ask("/update_weights_from_disk", body)
+        require(response, "loading the weights", "the server stays paused", {"success": True})
         require(ask("/continue_generation", {}), "/continue_generation")
         return True
 

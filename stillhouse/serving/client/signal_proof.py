@@ -52,8 +52,9 @@ _CHOICE = 100
 
 @dataclass(frozen=True)
 class Proof:
-    """The requests at the start of the run, and the answers. Later answers are compared with these answers. findings:
-    the results of the proof, in words.
+    """The requests at the start of the run, and the answers. Later answers are compared with these answers.
+
+    findings: the results of the proof, in words.
     """
 
     store: "RemoteSignals"
@@ -103,8 +104,10 @@ def prove(
 ) -> Proof:
     """Score a few documents on every server. Raises ValueError for a wrong answer.
 
-    tokenizer: the student's tokenizer. local: the teacher in this process, with whose signals answers are compared.
-    head: the teacher's head, for the cross-entropy of hidden states. media_inputs: makes the tensors of images.
+    tokenizer: the student's tokenizer.
+    local: the teacher in this process. The servers' signals are compared with its signals.
+    head: the teacher's output head, for the cross-entropy of hidden states.
+    media_inputs: makes the tensors of images; None if no document has images.
     """
     probes, spec, servers = make_probes(documents, media_inputs), store.signal, store.servers
     if store.teacher_folder is None:  # otherwise the tokenizer of the teacher's files is compared with the run's
@@ -126,17 +129,18 @@ def prove(
     findings = [f"{len(probes)} documents on {len(servers)} server(s)"]
     findings += _cross_entropy(probes, first, head, store.vocabulary)
     if local is not None:
-        parameter, inputs = next(local.parameters()), None
+        first_parameter = next(local.parameters())
+        inputs = None
         if media_inputs is not None and any(probe.media is not None for probe in probes):
             inputs = proven_media_inputs(local, media_inputs.processor)
-        scorer = Scorer(single_process_runner(local, None), parameter.device, inputs)
+        scorer = Scorer(single_process_runner(local, None), first_parameter.device, inputs)
         scored = list[Signal]()
         for outcome in scorer.score([ScoreRequest(probe, spec) for probe in probes]):
             if isinstance(outcome, NotFiniteError):
                 raise outcome
             scored.append(outcome)
         # a server that does not report a dtype may compute in half precision
-        is_float32 = {servers[0].dtype, spec.dtype, str(parameter.dtype)[6:]} == {"float32"}
+        is_float32 = {servers[0].dtype, spec.dtype, str(first_parameter.dtype)[6:]} == {"float32"}
         both = f"{store.name} and the model in this process give different signals for the same tokens"
         worst = _require_near(first, scored, both, "expected the same weights", 1e-3 if is_float32 else SAME)
         findings.append(f"it differs from the same model in this process by at most {worst:.1e}")
@@ -146,8 +150,10 @@ def prove(
 
 
 def make_probes(documents: Documents, media_inputs: MediaInputs | None = None) -> list[DocumentRows]:
-    """The beginnings of long documents without images, and short documents with images. media_inputs: makes the
-    tensors of images; None if no document has images. Raises ValueError if the documents are too short.
+    """The beginnings of long documents without images, and short documents with images.
+
+    media_inputs: makes the tensors of images; None if no document has images.
+    Raises ValueError if the documents are too short.
     """
     images, lengths_D = documents.media, documents.lengths_D
     has_images_D = np.zeros(len(documents), dtype=bool) if images is None else np.diff(images.offsets) > 0
@@ -192,9 +198,10 @@ def _changeable(probe: DocumentRows) -> np.ndarray:
 
 
 def _row_differences(one: Signal, other: Signal) -> Tensor:
-    """The differences [N] between two answers for the same rows, from 0 to about 1. For hidden states, the difference
-    is the relative error. For ids, it is the total variation distance, where an id that is absent from an answer has
-    probability 0 in it.
+    """The differences [N] between two answers for the same rows, from 0 to about 1.
+
+    For hidden states, the difference is the relative error. For ids, it is the total variation distance, where an id
+    that is absent from an answer has probability 0 in it.
     """
     if "hidden" in one:
         one_NE, other_NE = one["hidden"].double(), other["hidden"].double()

@@ -297,7 +297,7 @@ def _chosen_scores(info: ServerInfo, spec: SignalSpec, width: int, document: Doc
     def parse(response: HttpAnswer) -> Scores:
         what = f"{_GENERATE} gives no array of log-probabilities"
         encoded = parsed(_ChosenScores, response.content, what).prompt_token_id_logprobs
-        with reading(what):  # np.load would also read other formats, such as pickles
+        with reading(what):  # np.load would also read other formats, such as archives
             log_probs_NK = np.lib.format.read_array(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
         if log_probs_NK.shape != tuple(ids_NK.shape) or log_probs_NK.dtype.kind != "f":
             raise ValueError(

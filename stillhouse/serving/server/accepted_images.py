@@ -41,8 +41,10 @@ Prove = Callable[[Decoder, MediaProcessor], MediaInputs]
 
 
 class _Blank(NamedTuple):
-    """The output of the processor for blank pictures. tokens: the tokens of each picture, from the first to the last
-    placeholder. exact: the integer tensors. pixels: the shapes and dtypes of the other tensors.
+    """The output of the processor for blank pictures.
+
+    tokens: the tokens of each picture, from the first to the last placeholder.
+    exact: the integer tensors. pixels: the shapes and dtypes of the other tensors.
     """
 
     tokens: Sequence[np.ndarray]
@@ -53,11 +55,13 @@ class _Blank(NamedTuple):
 class AcceptedImages:
     """The images that a server accepts.
 
-    processor: the processor of the model, or None if the server accepts no images. inputs: makes the model's inputs;
-    None without a processor. placeholder_ids: the tokens that stand for features of images, videos and audio.
-    info: a field of `GET /v1/info`. most_bytes: the most bytes of a request's image tensors. description: log lines.
+    processor: the processor of the model, or None if the server accepts no images.
+    inputs: makes the model's inputs; None without a processor.
+    placeholder_ids: the tokens that stand for features of images, videos and audio.
+    info: a field of `GET /v1/info`. most_bytes: the most bytes of a request's image tensors.
+    description: lines for the log.
 
-    Raises ValueError if the model or the processor does not allow images.
+    Raises ValueError, which names the model or the processor, if the server cannot accept images.
     """
 
     def __init__(self, decoder: Decoder, processor: MediaProcessor | None, prove: Prove = proven_media_inputs):

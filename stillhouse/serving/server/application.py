@@ -94,8 +94,11 @@ class Application:
     @asynccontextmanager
     async def read_body(self, request: Request, limits: Mapping[str, int]) -> AsyncIterator[tuple[bytes, str]]:
         """Yield a request's body and its content type. The body counts towards the limit of all bodies until the
-        context ends. limits: the most bytes, by content type. Raises RequestError if the body has another content
-        type, is too large, is sent too slowly, or would exceed the limit of all bodies.
+        context ends.
+
+        limits: the most bytes, by content type.
+        Raises RequestError if the body has another content type, is too large, is sent too slowly, or would exceed
+        the limit of all bodies.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in limits:

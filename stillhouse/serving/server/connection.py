@@ -51,6 +51,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 class HttpThread:
     """Runs uvicorn in a separate thread, where uvicorn installs no signal handlers. The main thread calls `end`.
+
     Raises OSError if another process already listens on the address. Binding alone would not detect that process.
     """
 
@@ -144,6 +145,7 @@ class Connection(H11Protocol):
 
 def drained(app: ASGIApp) -> ASGIApp:
     """After an early answer, for example to a body that is too large, read and discard the rest of the body.
+
     Otherwise a client that sends its whole body before it reads would get a connection reset instead of the answer.
     Reading stops after `LATE_BYTES`, after `LATE_SECONDS`, or if nothing arrives for `HEADER_SECONDS`.
     """
@@ -183,8 +185,10 @@ class _UnreadError(Exception):
 
 class Room:
     """The outermost layer. It answers 503 if fewer than `SPARE` connections would remain without a request, except on
-    `OPEN_PATHS`. It drops answers that cannot be sent: uvicorn itself answers invalid HTTP, after which an answer
-    that a route has begun fails; and the connection of a client that does not read is closed.
+    `OPEN_PATHS`. It drops answers that cannot be sent.
+
+    An answer cannot be sent if uvicorn has answered invalid HTTP on the same connection while a route was answering,
+    or if the client does not read. The connection of a client that does not read is closed.
     """
 
     def __init__(self, app: ASGIApp):

@@ -66,7 +66,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def parse_json(content: bytes, kind: type[Body], named: int = 2) -> Body:
-    """Parse a body. Raises RequestError if it is invalid. named: the levels of the field's path that errors name."""
+    """Parse a body. Raises RequestError if it is invalid. named: the most levels of the field's path in errors."""
     try:
         require_few_lists(content)
         return kind.model_validate_json(content)
@@ -175,7 +175,8 @@ class InPieces(Response):
             view = memoryview(self._content)
             for start in range(0, len(view), _PIECE):
                 piece = bytes(view[start : start + _PIECE])
-                await send({"type": "http.response.body", "body": piece, "more_body": start + _PIECE < len(view)})
+                more = start + _PIECE < len(view)
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
         finally:
             self._sent()
 

@@ -70,7 +70,9 @@ class VersionedCompletion:
 
 class CompletionWriter:
     """Generates the completions of a batch (a `Role`), in one process. Each request may have its own `Sampling`.
-    weights_root: see `WeightUpdates`. Raises ValueError if the model cannot be loaded, is damaged or cannot generate.
+
+    weights_root: see `WeightUpdates`.
+    Raises ValueError if the model cannot be loaded, is damaged or cannot generate.
     """
 
     survives_failures = True
@@ -114,8 +116,9 @@ class CompletionWriter:
         lock = asyncio.Lock()
 
         def generate(content: bytes, kind: str) -> Parsed:
-            """A completion as token ids, with log-probabilities and the version of the weights, in vLLM's format. A
-            prompt with images is a safetensors body (see stillhouse/serving/wire.py).
+            """A completion as token ids, with log-probabilities and the version of the weights, in vLLM's format.
+
+            A prompt with images is a safetensors body (see stillhouse/serving/wire.py).
             """
             sent: ReceivedImages = None, {}
             try:

@@ -54,9 +54,10 @@ Item = tuple[Ticket, int]
 class RequestQueue:
     """Requests that wait for the model. All methods may be called from any thread.
 
-    batch_tokens: the most tokens of a batch; a larger part is a batch by itself. queue_tokens: the most tokens of all
-    requests that are accepted and not yet completely answered. ends: returns whether the server must end. It is
-    called for each request, because the model's thread may compute for minutes before it calls `drain`.
+    batch_tokens: the most tokens of a batch; a larger part is a batch by itself.
+    queue_tokens: the most tokens of all requests that are accepted and not yet completely answered.
+    ends: returns whether the server must end. It is called for each request, because the model's thread may compute
+    for minutes before it calls `drain`.
     deterministic: whether all parts of a batch belong to one request. Otherwise an answer depends on other clients,
     because the rounding of a matrix product depends on its number of rows.
     """
@@ -76,8 +77,9 @@ class RequestQueue:
         return self._closed or self.ends()
 
     def submit(self, parts: Sequence[Part]) -> Ticket:
-        """Accept a request. The caller must later `release` the ticket. Raises RequestError if the queue is full, or
-        if the server is ending. An empty queue accepts a request of any size.
+        """Accept a request. An empty queue accepts a request of any size. The caller must later `release` the ticket.
+
+        Raises RequestError if the queue is full, or if the server is ending.
         """
         ticket = Ticket(parts)
         with self._changed:

@@ -110,8 +110,9 @@ class Role(Protocol):
 @dataclass(frozen=True)
 class ModelOptions:
     """name: a folder or a hub id. dtype: "auto" means the saved dtype. device: "auto" means a GPU if there is one.
-    attention: see `student.attention` of a run. revision: the revision of a hub id. images: whether the model reads
-    images. quantize: "int8", "nf4", "fp8" (see `quantized.py`; only for a single process) or None.
+    attention: see `student.attention` of a run. revision: the revision of a hub id.
+    images: whether the model reads images.
+    quantize: "int8", "nf4" or "fp8" (see `quantized.py`), only for a single process. None: do not quantize.
     """
 
     name: str
@@ -123,8 +124,10 @@ class ModelOptions:
     images: bool
 
     def load(self, source: str, device: torch.device, what: str, *, takes_adapters: bool = False) -> Decoder:
-        """Load the frozen model from the folder `source`. Raises ValueError if it is damaged. what: the model's name
-        in errors. takes_adapters: whether quantized layers compute as in a run that trains an adapter on them.
+        """Load the model from the folder `source`, and freeze it. Raises ValueError if the model is damaged.
+
+        what: the model's name in errors.
+        takes_adapters: whether quantized layers compute as in a run that trains an adapter on them.
         """
         decoder = Decoder.from_pretrained(
             source,

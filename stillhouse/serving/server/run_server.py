@@ -60,6 +60,7 @@ def run_server(
     deterministic: bool,
 ) -> None:
     """Serve a model until a signal such as SIGTERM (see `preemption.handling`). The command describes the options.
+
     Raises ValueError if the model cannot be served, if the token is invalid in a header, or if other machines can
     reach the address and there is no token. Raises OSError if the address cannot be used.
     """
@@ -132,8 +133,9 @@ def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str |
 
 
 def _compute(application: Application, batch: Sequence[Item], failures: int) -> int:
-    """Compute a batch, and give each request its results or an error. failures: the number of consecutive failed
-    batches before this batch. Returns this number for the next batch.
+    """Compute a batch, and give each request its results or an error.
+
+    failures: the number of consecutive failed batches before this batch. Returns this number for the next batch.
     """
     role, metrics = application.role, application.metrics
     parts = [ticket.parts[number] for ticket, number in batch]

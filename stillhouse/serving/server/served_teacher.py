@@ -198,12 +198,13 @@ def _encoded(parts: Sequence[ScoreRequest]) -> bytes:
 
 
 def _decoded(received: Tensor) -> list[ScoreRequest]:
-    content, parts = received.cpu().numpy().tobytes(), list[ScoreRequest]()
+    content = received.cpu().numpy().tobytes()
     tensors, header = load(content), header_of(content, KEY)
     token_ids, bounds = tensors["token_ids"].numpy(), tensors["offsets"].tolist()
     tokens = [token_ids[start:stop] for start, stop in pairwise(bounds)]
     images = decode_images(*take_images(header, tensors), tokens)
     requested = zip(tokens, tensors["rows"].tolist(), images, header["wanted"], strict=True)
+    parts = []
     for number, (ids, rows, media, wanted) in enumerate(requested):
         document = DocumentRows(ids, range(*rows), tensors.get(f"ids.{number}"), media=media)
         signal = Ranked(wanted["ranked"]) if "ranked" in wanted else SignalSpec(**wanted)

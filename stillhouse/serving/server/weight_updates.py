@@ -79,9 +79,10 @@ class WeightUpdates:
         self._closed = False
 
     def read(self, folder: Path, manifest: str | None = None) -> NewWeights:
-        """Read the weights of a folder. manifest: the expected sha256 of the manifest. Raises ValueError unless the
-        folder is complete and has this manifest, all tensors fit the model, and all values are finite. The error does
-        not reveal which paths exist outside the root or, without a root, anywhere.
+        """Read the weights of a folder. manifest: the expected sha256 of the manifest.
+
+        Raises ValueError unless the folder is complete and has this manifest, all tensors fit the model, and all
+        values are finite. The error does not reveal which paths exist outside the root or, without a root, anywhere.
         """
         shown = escaped(str(folder))[:200]
         if not folder.is_absolute() or "\0" in str(folder):
@@ -178,8 +179,9 @@ class WeightUpdates:
         return tensors
 
     def _adapter(self, shown: str, published: PublishedFolder) -> NewWeights:
-        """The adapter's matrices by their names in the decoder. Raises ValueError for an adapter of another base, or
-        with other options than the first adapter.
+        """The adapter's matrices by their names in the decoder.
+
+        Raises ValueError for an adapter of another base, or with other options than the first adapter.
         """
         if self._has_model:
             raise ValueError(f"{shown} has an adapter, and the server has a whole model of a run; {_ANEW}")
@@ -224,8 +226,11 @@ class WeightUpdates:
 
 
 def _stored(shown: str, published: PublishedFolder, model: str, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read the tensors of a folder, and compare every file with its hash. Raises ValueError unless the tensors are
-    exactly the `expected` tensors. model: the name of the model that has these tensors, for messages.
+    """Read the tensors of a folder, and compare every file with its hash.
+
+    model: the name of the model that has these tensors, for messages.
+    expected: the tensors that the folder must have. Their size also limits the bytes that are read.
+    Raises ValueError unless the tensors are exactly the expected tensors.
     """
     weight_bytes, other_bytes = _HEADER_BYTES + sum(tensor.nbytes for tensor in expected.values()), OTHER_BYTES
     all_tensors, files = dict[str, Tensor](), dict[str, str]()

@@ -55,8 +55,9 @@ def name_hash(name: str) -> float:
 
 
 def collect_documents(library: Path | None = None, end: float = 1.0) -> list[NamedText]:
-    """Return the documents of this Python's standard library, in the order of their names' hashes. end: return only
-    documents with a smaller hash. Documents with a larger hash do not affect the result.
+    """Return the documents of this Python's standard library, in the order of their names' hashes.
+
+    end: return only documents with a smaller hash. Documents with a larger hash do not affect the result.
     """
     library = library or Path(sysconfig.get_paths()["stdlib"])
     texts = dict[str, str]()
@@ -92,8 +93,9 @@ def write_jsonl(documents: Iterable[NamedText], path: Path) -> None:
 
 
 def module_sources(library: Path, end: float = 1.0) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the source of each module under a library folder, sorted by path. end: yield only
-    modules with a smaller hash of the name.
+    """Yield the dotted name and the source of each module under a library folder, sorted by path.
+
+    end: yield only modules with a smaller hash of the name.
     """
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).with_suffix("").parts
@@ -104,8 +106,9 @@ def module_sources(library: Path, end: float = 1.0) -> Iterator[tuple[str, str]]
 
 
 def docstrings(node: ast.AST, prefix: str = "") -> Iterator[tuple[int, str]]:
-    """Yield the line number and the text of each docstring inside a node. The text starts with the signature. prefix:
-    the names of the definitions around the node, with a dot after each name.
+    """Yield the line number and the text of each docstring inside a node. The text starts with the signature.
+
+    prefix: the names of the definitions around the node, with a dot after each name.
     """
     if isinstance(node, ast.Module) and (text := ast.get_docstring(node)):
         yield 0, text

@@ -32,9 +32,10 @@ def chooses(document: NamedText) -> bool:
 
 
 def write_inputs(out: Path, seed: int) -> None:
-    """Write the documents, and a newly initialised model with a tokenizer that is trained on the training prose. The
-    model has 4.5 million parameters, or 9 MB in bfloat16. The tokenizer is a byte-level BPE, which decodes any text
-    exactly.
+    """Write the documents, and a newly initialised model with a tokenizer that is trained on the training prose.
+
+    The model has 4.5 million parameters, or 9 MB in bfloat16. The tokenizer is a byte-level BPE, which decodes any
+    text exactly.
     """
     split = collect_split("teacher")
     prose = [document for document in split if not chooses(document)]
