@@ -108,6 +108,7 @@ def _read_override(override: str) -> Layer:
 
 
 def _check_key(key: str) -> None:
+    """Raise ConfigError unless `key` is the full name of a section or a value."""
     model: type[Section] | None = RunConfig
     parent = ""
     for name in key.split("."):
