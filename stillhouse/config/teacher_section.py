@@ -64,7 +64,7 @@ class TeacherConfig(ModelConfig, _SourceKeys):
     made."""
     prove_every: int = Field(default=0, ge=0)
     """The number of steps, and of parts of evaluations, between two checks that the servers still send the same
-    signals as at the start. 0: at the start, and when a server that sends no hash of its weights returns."""
+    signals as at the start. 0: only at the start, and when a server that sends no hash of its weights returns."""
     accept: list[Literal["chat_template", "eos"]] = Field(default=[])
     """The accepted differences of the server's tokenizer from the student's: another chat template, another EOS."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
