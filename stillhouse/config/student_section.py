@@ -101,7 +101,7 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
         AfterValidator(_checked_layers),
     ] = None
     """The teacher's layers that are copied to the student, in this order: every k (0, k, 2k, …), first k, last k, or
-    a list of different numbers from 0 on. Their number is the number of the student's layers. null: all layers. No
+    a list of different numbers from 0 on. There must be as many as the student has layers. null: all layers. No
     effect with from random."""
 
     @property
