@@ -28,7 +28,7 @@ def _checked_name(name: str) -> str:
 
 
 class SourceConfig(Section):
-    """One source of a mixture, and its share of the trained tokens or, with rollout, of the prompts."""
+    """One source of a mixture, and its share of the tokens or, with rollout, of the prompts."""
 
     source: PathText = Field(examples=["data/train.jsonl"])
     """A source in the same form as a single source of data.train."""

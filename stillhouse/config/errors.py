@@ -32,7 +32,10 @@ class MissingKeyError(ConfigError):
 
 
 def removed_value(value: str, reason: str, expected: str) -> BeforeValidator:
-    """A validator that refuses a value of earlier versions. reason: the date of and the reason for its removal."""
+    """A validator that refuses a value of earlier versions.
+
+    reason: when and why the value was removed. expected: the values to use instead, in words.
+    """
 
     def check(given: Any) -> Any:
         if given == value:
@@ -46,7 +49,8 @@ def removed_value(value: str, reason: str, expected: str) -> BeforeValidator:
 def as_config_error(key: str | None, *passes: type[ValueError]) -> Iterator[None]:
     """Convert a ValueError of the block to a ConfigError with a key. A ConfigError of the block keeps its own key.
 
-    key: the key. If it is None, errors are not converted. passes: other types of errors that are not converted.
+    key: the key. If it is None, errors are not converted.
+    passes: other types of errors that are not converted.
     """
     try:
         yield
@@ -57,7 +61,10 @@ def as_config_error(key: str | None, *passes: type[ValueError]) -> Iterator[None
 
 
 def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
-    """One error with the first mistakes and the number of the others. more: the number of further mistakes."""
+    """One error with the first mistakes and the number of the others.
+
+    more: the number of mistakes that are not in `mistakes`.
+    """
     shown = list(mistakes[:MAX_LINES])
     if more := more + len(mistakes) - len(shown):
         shown.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))

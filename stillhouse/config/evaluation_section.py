@@ -54,7 +54,8 @@ class EvalPromptsConfig(Section):
     environment, turns and workers are set in the section rollout."""
 
     data: Text = Field(examples=["data/held_out_prompts.jsonl"])
-    """The prompts: a source as in data.train. Only the prompt of a record is read."""
+    """The prompts: a source as in data.train. The student reads only the prompt of a record; reward gets the whole
+    record."""
     count: int = Field(default=64, ge=1)
     """The maximum number of prompts. The same prompts are used at each evaluation and in each run on this data."""
     max_new_tokens: int = Field(default=256, ge=1)

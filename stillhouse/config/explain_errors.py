@@ -62,14 +62,7 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
     elif error is not None:
         yield ConfigError(_field(detail["loc"], model)[0], str(error))
     elif detail["type"] in ("extra_forbidden", "invalid_key"):
-        unknown = ""
-        value: Any = content
-        for part in detail["loc"]:  # such as data.train[1].weight; the names of members of unions are left out
-            if isinstance(value, list) and isinstance(part, int):
-                unknown, value = f"{unknown}[{part}]", value[part]
-            elif isinstance(value, Mapping):
-                unknown, value = f"{unknown}.{part}", value.get(part)
-        unknown = unknown.removeprefix(".")
+        unknown = _dotted(detail["loc"], content)
         keys = [inner for inner in _leaves(unknown, detail["input"]) if inner != unknown]
         peer_keys = [inner for inner in keys if peer_hint(inner)]
         yield from (unknown_key(inner, model) for inner in peer_keys or [unknown])
@@ -83,6 +76,17 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
             yield from _missing(key, owner, name)
         else:
             yield _wrong_value(key, owner, name, content)
+
+
+def _dotted(location: Sequence[int | str], content: Any) -> str:
+    """The key of a pydantic location, such as data.train[1].weight, without the names of members of unions."""
+    key = ""
+    for part in location:
+        if isinstance(content, list) and isinstance(part, int):
+            key, content = f"{key}[{part}]", content[part]
+        elif isinstance(content, Mapping):
+            key, content = f"{key}.{part}", content.get(part)
+    return key.removeprefix(".")
 
 
 def _leaves(key: str, value: Any) -> list[str]:
@@ -230,7 +234,8 @@ def nearest(key: str, candidates: Iterable[str]) -> list[str]:
         return []
     similarity: dict[str, tuple[float, float]] = {}
     for candidate in candidates:
-        full_ratio, name_ratio = _ratio(key, candidate), _ratio(name, candidate.rpartition(".")[2])
+        full_ratio = _ratio(key, candidate)
+        name_ratio = _ratio(name, candidate.rpartition(".")[2])
         # without a section, the user may have omitted it or its dot
         similarity[candidate] = (name_ratio, full_ratio) if section else (max(name_ratio, full_ratio), 0.0)
     best = max(similarity.values())

@@ -9,7 +9,7 @@ from stillhouse.objective.expression import NO_GAIN
 
 
 class HiddenPairConfig(Section):
-    """A layer of the student whose output is trained to match a teacher's layer, at every target token."""
+    """A layer of the student that is trained to match the output of a teacher's layer, at every target token."""
 
     student: int
     """The student's layer: 0 is the first one, -1 the last one."""

@@ -27,7 +27,7 @@ def load_config(
     """The configuration of a run from four layers: defaults, file, settings, overrides. A later layer has precedence.
 
     path: the YAML file, or None.
-    overrides: texts such as `train.learning_rate=2e-5`, with YAML values. Of repeated keys, the last key is used.
+    overrides: texts such as `train.learning_rate=2e-5`, with YAML values. A repeated key gets its last value.
     defaults, settings: nested mappings, like the file's content.
 
     Sections are merged, and values are replaced. `train.steps` in a later layer also replaces `train.epochs` in an
@@ -108,6 +108,7 @@ def _read_override(override: str) -> Layer:
 
 
 def _check_key(key: str) -> None:
+    """Raise ConfigError unless `key` is the full name of a section or a value."""
     model: type[Section] | None = RunConfig
     parent = ""
     for name in key.split("."):

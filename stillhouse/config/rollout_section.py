@@ -29,8 +29,8 @@ class PromptConfig(_EnvironmentKeys):
     """The keys of rollout that a source of data.train may set for its prompts."""
 
     share: float = Field(default=1.0, gt=0, le=1)
-    """The share of the student's completions (λ of GKD). All completions of a prompt have the same origin. All other
-    completions are from the dataset; cross_entropy in objective.loss applies only to them."""
+    """The share of completions that are the student's own (λ of GKD). All completions of a prompt have the same
+    origin. All other completions are from the dataset; cross_entropy in objective.loss applies only to them."""
     samples_per_prompt: int = Field(default=4, ge=1)
     """The number of completions of each prompt."""
     max_new_tokens: int = Field(default=512, ge=1)
@@ -161,7 +161,8 @@ class RolloutConfig(PromptConfig):
     """The treatment of completions that do not end within max_new_tokens. mask: none of their tokens is a target."""
     discount: float = Field(default=0.0, ge=0, le=1)
     """With policy_gradient(teacher_kl=…): a token's advantage is the sum of the teacher's log-ratios from this token
-    on. The log-ratio k tokens later is multiplied by this number to the power k (MiniLLM). 0: only its own."""
+    on. The log-ratio k tokens later is multiplied by this number to the power k (MiniLLM). 0: only its own
+    log-ratio."""
     samples: Annotated[int, Field(ge=0)] | Literal["all"] = 4
     """The most completions of a step in samples.jsonl: all completions of some prompts, or the first completions of
     one prompt if it has more than this number. all: all completions of the step."""

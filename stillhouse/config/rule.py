@@ -132,6 +132,7 @@ def default(key: str) -> Any:
 
 
 def _owner(configuration: Section, key: str) -> Any:
+    """The section that has a key; None if the section is absent."""
     owner: Any = configuration
     for name in _SOURCE_PREFIX.sub("", key).split(".")[:-1]:
         owner = owner.named.get(name) if isinstance(owner, TeachersConfig) else getattr(owner, name, None)

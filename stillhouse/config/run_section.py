@@ -65,12 +65,16 @@ class RunConfig(Section):
         return by_source or [self.rollout]
 
     def rollout_key(self, source: int, name: str) -> str:
-        """The full key that sets a key of rollout for the prompts of a source. source: its number, from 0."""
+        """The full key that sets a key of rollout for the prompts of a source of data.train.
+
+        source: the number of the source, from 0.
+        """
         return f"{source_prefix(self.data.weighted_sources, source, name)}rollout.{name}"
 
     @model_validator(mode="before")
     @classmethod
     def _rollouts_minimise_reverse_kl(cls, content: Any) -> Any:
+        """Set the default loss for training on the student's own completions: reverse_kl."""
         if not isinstance(content, Mapping) or content.get("rollout") is None:
             return content
         objective = content.get("objective", {})

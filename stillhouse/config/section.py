@@ -55,7 +55,7 @@ class Section(BaseModel):
         validate_default=True,
         use_attribute_docstrings=True,
     )
-    #: keys of earlier versions; for each key, its old default, and the date of and the reason for its removal
+    #: keys of earlier versions; for each key, its old default, and when and why it was removed
     removed: ClassVar[Removed] = {}
     #: for each key of an add-on in this section, the error if the name is already taken (`keys_of_add_ons`)
     add_ons: ClassVar[Mapping[str, str]] = {}
@@ -111,7 +111,10 @@ def _checked_urls(urls: str | list[str] | None) -> str | list[str] | None:
 def checked_address(
     url: str, expected: str, token_key: str, schemes: Collection[str] = ("http", "https")
 ) -> SplitResult:
-    """The parts of an address. expected: the valid form, for the error. token_key: the key for tokens.
+    """The parts of an address.
+
+    expected: the valid form, for the error.
+    token_key: the key for tokens, for the error.
 
     Raises ValueError for any other text, and for an address with a secret, because addresses are written to files of
     the run. The message does not show the secret.
@@ -145,11 +148,14 @@ def checked_function(path: str, text: str | None = None) -> str:
 def keys_of_add_ons(group: str, section: str, kind: Any = None, description: str = "") -> type[Section]:
     """Return a section with the keys that other distributions register in a group of entry points.
 
-    section: the name of the section that inherits the keys. kind: the type of each key. description: the text for
-    each key, in which {name} and {distribution} are replaced. If kind is None, each entry has the attribute `field`,
-    which may be None. A class that inherits the keys raises ValueError if one of their names is taken.
+    section: the name of the section that inherits the keys.
+    kind: the type of each key. If it is None, each entry has the attribute `field`, which may be None.
+    description: the text for each key of this type, in which {name} and {distribution} are replaced.
+
+    A class that inherits the keys raises ValueError if one of their names is taken.
     """
-    fields, errors = dict[str, Any](), dict[str, str]()
+    fields: dict[str, Any] = {}
+    errors: dict[str, str] = {}
     for name, point in registered(group).items():
         if point.value.startswith(_OWN):
             continue

@@ -87,6 +87,7 @@ RewardTokens = dict[Annotated[str, Field(min_length=1)], VariableName]
 
 def server_token(key: str, variable: str | None) -> str | None:
     """The token in this variable. If `variable` is None, the token in `TOKEN_VARIABLE`, or None if that is not set.
+
     key: the key that names the variable, for messages.
 
     Raises ValueError if a variable that the configuration names is not set, or if its value cannot be a token. The

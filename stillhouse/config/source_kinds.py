@@ -72,7 +72,10 @@ class SourceKind:
 
 
 def source_kinds() -> dict[str, SourceKind]:
-    """The registered kinds by key: first `model`, then kinds with fewer restrictions; errors name the last kinds."""
+    """The registered kinds by key: `model`, then the others, those with fewer restrictions first.
+
+    If two kinds exclude each other, the error names the later kind.
+    """
     kinds = load_all(GROUP)
 
     def order(key: str) -> tuple[bool, bool, bool, bool, str]:

@@ -56,7 +56,8 @@ class MtpConfig(Section):
     """Factor of the depths' loss: the step's loss is the student's loss plus scale times the sum over the depths.
     With train=heads, AdamW cancels this factor, but train.clip does not."""
     train: Literal["all", "heads"] = "all"
-    """all: the student and the layers are trained together; heads: only the layers are trained."""
+    """all: the student and the layers are trained together; heads: only these layers are trained, and
+    the student is frozen."""
     init: Literal["auto", "new"] = "auto"
     """auto: the layers of the student's checkpoint if its configuration has their number (num_mtp_layers), otherwise
     new layers. new: newly initialised layers."""
@@ -100,7 +101,7 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
         AfterValidator(_checked_layers),
     ] = None
     """The teacher's layers that are copied to the student, in this order: every k (0, k, 2k, …), first k, last k, or
-    a list of different numbers from 0 on. Their number is the number of the student's layers. null: all layers. No
+    a list of different numbers from 0 on. There must be as many as the student has layers. null: all layers. No
     effect with from random."""
 
     @property

@@ -37,7 +37,8 @@ class TeacherConfig(ModelConfig, _SourceKeys):
     """The address of a server of the teacher (its kinds: see api), or a list of addresses."""
     token_variable: VariableName | None = Field(default=None, examples=["TEACHER_TOKEN"])
     """The environment variable with the bearer token of the servers at url. null: STILLHOUSE_TOKEN, if it is set. If
-    the run also has other servers, set this key for each of them, so that no server gets another's token."""
+    the run also has servers of another model, set token_variable for all of them and here, so that no server gets
+    another server's token."""
     api: ApiName = "auto"
     """The interface of the server at url. auto: detected."""
     signal: Literal["hidden", "top_k", "chosen", "sampled"] = "hidden"
@@ -63,7 +64,7 @@ class TeacherConfig(ModelConfig, _SourceKeys):
     made."""
     prove_every: int = Field(default=0, ge=0)
     """The number of steps, and of parts of evaluations, between two checks that the servers still send the same
-    signals as at the start. 0: at the start, and when a server that sends no hash of its weights returns."""
+    signals as at the start. 0: only at the start, and when a server that sends no hash of its weights returns."""
     accept: list[Literal["chat_template", "eos"]] = Field(default=[])
     """The accepted differences of the server's tokenizer from the student's: another chat template, another EOS."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"

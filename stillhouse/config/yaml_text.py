@@ -53,7 +53,8 @@ def read_yaml(text: str, source: str, *, numbered: bool = True) -> Any:
         with reading("a value does not fit its tag or is nested too deeply", passes=YAMLError):
             return yaml.load(text)
     except (YAMLError, ValueError) as error:
-        number, problem = None, str(error).partition("\n")[0]
+        number: int | None = None  # of the line, from 0
+        problem = str(error).partition("\n")[0]
         if isinstance(error, MarkedYAMLError):
             problem = ", ".join(part for part in (error.context, error.problem) if part)
             number = None if error.problem_mark is None else error.problem_mark.line

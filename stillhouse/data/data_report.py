@@ -41,7 +41,7 @@ class DataReport:
     target_tokens: int = 0
     joined_turns: int = 0  # turns whose first token also contains characters of the prompt
     trained_ends: list[int] = field(default_factory=list)  # ids of the tokens that teach the student to stop
-    trained_share: float | None = None  # only for a weighted source: its share of all trained tokens
+    trained_share: float | None = None  # only for a weighted source: its share of all tokens
     reasons: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 

@@ -332,8 +332,10 @@ class _Loader:
             self.writer.add(piece, source, waiting.key, waiting.values, by_teacher, waiting.record)
 
     def _problem(self, encoded: Encoded, gains: dict[str, int], room: int) -> str:
-        """The error of a document. gains: the number of tokens that each teacher reads in addition to the student's.
-        room: the number of tokens that the document may have, after the largest gain is subtracted.
+        """The error of a document, or "".
+
+        gains: the number of tokens that each teacher reads in addition to the student's.
+        room: the number of tokens that the student's document may have: `max_tokens` minus the largest gain.
         """
         most = self.options.max_tokens
         if room < 2:

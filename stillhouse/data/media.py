@@ -107,13 +107,13 @@ class MediaProcessor(Protocol):
         """The tensors of one document's files. ids: the document as the model reads it. Raises DataError."""
 
     def read_files(self, files: Sequence[MediaFile], ids: np.ndarray) -> MediaTensors:
-        """Like `read`, for these files. ids: the document of the files. Raises ValueError."""
+        """Like `read`, for these files and the ids of their document. Raises ValueError."""
 
     def join(self, documents: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Join the tensors of several documents for a micro-batch. The result is empty if no document has media."""
 
     def token_types(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        """The token types of a document, [S] int64, by the model's argument; empty if the model has none."""
+        """The token types of a document, [S] int64, by the argument's name; empty if the model has none."""
 
     def example_documents(self) -> list[dict[str, Tensor]]:
         """Example documents with one file, two files and no file, as the processor returns them: tensors [1, S]."""
@@ -122,7 +122,7 @@ class MediaProcessor(Protocol):
         """Example prompts with two files, one file and no file, each as token ids and files."""
 
     def prompt_arguments(self, decoder: Any, requests: Sequence[Any], width: int) -> dict[str, Tensor]:
-        """The arguments of transformers' `generate` for `GenerationRequest`s. width: the longest prompt's."""
+        """The arguments of transformers' `generate` for `GenerationRequest`s. width: the longest prompt's tokens."""
 
     def check_texts(self, documents: Documents) -> None:
         """Raise DataError for a document without media that has a placeholder token."""
@@ -150,8 +150,8 @@ def find_media_processor(
 def with_media(record: Record) -> Record:
     """The record with the bytes of all files as values of parts in its messages, and without columns of files.
 
-    Raises RecordError for a file that cannot be read, for files without a place in the messages, and for media of no
-    add-on.
+    Raises RecordError for a file that cannot be read, for files without a place in the messages, and for media that
+    no add-on reads.
     """
     columns = (record.fields.get(name) for name in _MESSAGE_COLUMNS)
     messages = [message for column in columns if isinstance(column, list) for message in column]

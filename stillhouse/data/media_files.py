@@ -40,7 +40,7 @@ class MediaFile:
 
     @classmethod
     def of(cls, data: bytes, path: str | None = None) -> "MediaFile":
-        """Make a `MediaFile`. Raises RecordError for more than `MAX_IMAGE_BYTES`."""
+        """The file with these bytes. Raises RecordError for more than `MAX_IMAGE_BYTES`."""
         if len(data) > MAX_IMAGE_BYTES:
             raise RecordError(f"has {len(data):,} bytes: expected at most {MAX_IMAGE_BYTES:,}")
         return cls(hashlib.sha256(data).digest(), path, data)

@@ -252,7 +252,7 @@ def _copies(tensors: Iterable[Tensor], device: torch.device) -> dict[int, Tensor
 class StepMicroBatches(Sequence[MicroBatch]):
     """All micro-batches of a step, or of a part of an evaluation. Every process of a run has all of them.
 
-    A subclass may build each micro-batch at its first access (`_build`).
+    A subclass may build a micro-batch each time it is accessed (`_build`).
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch]):

@@ -33,7 +33,8 @@ class PackedSequences:
         read (see `packed_rows.py`). "" is a single teacher, for which all micro-batches have `teacher_inputs`.
     together: the name of a column. Documents share a sequence only if they have the same value in this column.
         Documents of different sets never share a sequence.
-    weights: the share of each set in all trained tokens. If it is None, every sequence is used once per epoch.
+    weights: the share of each set in all tokens of the training. If it is None, every sequence is used once per
+        epoch.
     by_length: whether a sequence has documents of similar lengths, for models that run one document per padded row.
         The documents of a sequence, with this padding, have at most `max_tokens` tokens.
     media_inputs: see `make_micro_batch`.
@@ -167,7 +168,7 @@ class PackedSequences:
         return self._weighted_order
 
     def trained_shares(self, total: int) -> np.ndarray:
-        """For a training on weighted sources: the share of each source in all trained tokens."""
+        """For a training on weighted sources: the share of each source in all tokens of the training."""
         chosen = self.weighted_order(total)
         tokens = np.bincount(self.set_S[chosen], weights=self.tokens_S[chosen], minlength=len(self.weights or ()))
         return tokens / tokens.sum()

@@ -52,8 +52,9 @@ class TemplateLimitError(ValueError):
 
 
 class TemplateSyntaxError(ValueError):
-    """The chat template is not valid Jinja. The error concerns all records. problem: the error and its line.
-    A message has this text after the words "a chat template that".
+    """The chat template is not valid Jinja. The error concerns all records.
+
+    problem: the error and its line, in the form that follows the words "a chat template that" in a message.
     """
 
     def __init__(self, tokenizer: str, problem: str):

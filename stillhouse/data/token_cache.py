@@ -1,4 +1,4 @@
-"""Tokenized documents on disk. They are written once. A read compares them with their hashes and maps them.
+"""Tokenized documents on disk: written once, compared with their hashes when they are read, and memory-mapped.
 
 The name of an entry's folder is a hash of everything that determines the content: the bytes of the source's files,
 the tokenizer with its chat template, the options, the libraries' versions, and the code of this package and of the
@@ -92,6 +92,7 @@ def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options
 
 
 def _code_of(module: str) -> list[Path]:
+    """The file of a module, or all files of its package."""
     file = Path(inspect.getfile(import_module(module)))
     return sorted(file.parent.rglob("*.py")) if "." in module else [file]
 

@@ -140,7 +140,8 @@ def _encoded(value: Any, folder: Path) -> MediaFile:
             if scheme[1]
             else "is a data URL of another form: expected data:image/…;base64,…"
         )
-    path, shown = folder / value, f"({value[:200]!r})"
+    path = folder / value
+    shown = f"({value[:200]!r})"
     try:
         if (kind := kind_of(path)) is not None:
             raise RecordError(f"{shown} is {kind}: expected a regular file")

@@ -128,6 +128,7 @@ def pixel_count(image: MediaFile, most_pixels: int | None = None) -> int:
 
 
 def _bounded(size: tuple[int, int], most_pixels: int | None) -> tuple[int, int]:
+    """Width and height, scaled down to at most this number of pixels."""
     width, height = size
     if most_pixels is None or width * height <= most_pixels:
         return size

@@ -313,7 +313,7 @@ def _encoded(decoder: Decoder, arguments: Mapping[int, Mapping[str, Any]]) -> di
 
 
 def _decoded(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Any]]:
-
+    """Return the arguments that `_encoded` got, by layer."""
     arguments: dict[int, dict[str, Any]] = {}
     for number, places in json.loads(tensors[_ARGUMENTS].cpu().numpy().tobytes()).items():
         values: dict[str, Any] = {}

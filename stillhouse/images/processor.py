@@ -124,7 +124,9 @@ class ImageProcessor:
 
     @cached_property
     def layout(self) -> _Layout:
-        """Raises ValueError if a call for several documents does not return their concatenated tensors."""
+        """Raises ValueError if one call for several documents does not return the concatenated tensors of a call for
+        each document.
+        """
         with reading(f"the processor of {self.name!r} ({type(self.processor).__name__}) does not process pictures"):
             pictures = _random_pictures()
             one, two, together = pictures[:1], pictures[1:], pictures

@@ -50,7 +50,8 @@ def local_files(source: str | os.PathLike[str]) -> list[Path] | None:
     if path.is_file():
         return [path]
     if path.is_dir() and is_saved(path):
-        folders = [path, *(state.parent for state in path.glob("*/state.json"))]  # of all splits, or of one
+        # each split is in a subfolder, or the folder itself is a split
+        folders = [path, *(state.parent for state in path.glob("*/state.json"))]
         return require_regular(sorted(file for inner in folders for file in inner.iterdir() if not file.is_dir()))
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if _is_readable(file))

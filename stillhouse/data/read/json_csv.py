@@ -38,21 +38,8 @@ class Json(Reader):
                 where = f"{path}:{number}"
                 if len(line) > MAX_BYTES:
                     yield Record(where, problem=f"longer than {MAX_BYTES:,} bytes; expected shorter records")
-                    continue
-                if not line.strip():
-                    continue
-                try:
-                    fields = parsed_json(line.rstrip(b"\r\n").decode("utf-8-sig"))
-                    problem = ""
-                    if not isinstance(fields, dict):
-                        problem = f"expected a JSON object per line, got {value_in_words(fields)}"
-                except UnicodeDecodeError as error:
-                    problem = f"not UTF-8 text: byte {error.start + 1} of the line is {line[error.start]:#04x}"
-                except json.JSONDecodeError as error:
-                    problem = f"not valid JSON: {error.msg} at column {error.colno}; expected one object per line"
-                except (ValueError, RecursionError) as error:  # also for thousands of digits, and deep nesting
-                    problem = f"not readable as JSON: {first_line(error)}"
-                yield Record(where, {} if problem else fields, problem)
+                elif line.strip():
+                    yield _parse_line(where, line)
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
@@ -62,6 +49,22 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
         while len(rest) > MAX_BYTES and not rest.endswith(b"\n"):
             rest = file.readline(MAX_BYTES + 1)
         yield line
+
+
+def _parse_line(where: str, line: bytes) -> Record:
+    try:
+        fields = parsed_json(line.rstrip(b"\r\n").decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 text: byte {error.start + 1} of the line is {line[error.start]:#04x}"
+    except json.JSONDecodeError as error:
+        problem = f"not valid JSON: {error.msg} at column {error.colno}; expected one object per line"
+    except (ValueError, RecursionError) as error:  # also for a number with thousands of digits, and deep nesting
+        problem = f"not readable as JSON: {first_line(error)}"
+    else:
+        if isinstance(fields, dict):
+            return Record(where, fields)
+        problem = f"expected a JSON object per line, got {value_in_words(fields)}"
+    return Record(where, problem=problem)
 
 
 def _read_array(path: Path) -> Iterator[Record]:
@@ -98,6 +101,7 @@ def _read_array(path: Path) -> Iterator[Record]:
 
 
 def _next_character(text: str, at: int) -> int:
+    """The position of the next character that is not white space, or the length of the text."""
     while text[at : at + 1] in (" ", "\t", "\r", "\n"):
         at += 1
     return at

@@ -73,6 +73,7 @@ def _message(message: Any, name: str) -> Message:
 
 
 def _calls(message: Message) -> list[dict[str, Any]]:
+    """The functions that a message calls, each with its `name` and `arguments`."""
     calls = message.get("tool_calls") or []
     calls = [*(calls if isinstance(calls, list) else []), message.get("function_call")]
     functions = (call.get("function", call) for call in calls if isinstance(call, dict))

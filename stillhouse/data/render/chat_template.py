@@ -2,7 +2,8 @@
 
 The tokenizer's chat template writes all text around the messages. The end marker of a turn is a target, but not the
 white space after it. Spans of targets are ranges of characters of the rendered text. A token that overlaps a span is
-a target. A record may have a column `tools` with the functions that the assistant may call. The template adds them.
+a target. A record may have a column `tools` with the functions that the assistant may call. The template adds them to
+the text.
 """
 
 import json
@@ -172,6 +173,7 @@ class ChatTemplate(Template):
         return lines
 
     def _text_or_none(self, messages: list[Message], tools: Tools, first: int | None) -> str | None:
+        """The text; None if the template refuses the conversation."""
         try:
             return self._rendered(messages, tools, first)[0].body
         except RecordError:
@@ -298,7 +300,7 @@ def _with_targets(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) 
 
 
 def _without_media(messages: list[Message]) -> tuple[list[Message], tuple[MediaFile, ...]]:
-    """Take the values out of the messages' parts with media, as chat templates need it. Returns both."""
+    """The messages without the values of their parts with media, as chat templates read them; and these values."""
     media: list[MediaFile] = []
     bare = list(messages)
     for number, message in enumerate(messages):

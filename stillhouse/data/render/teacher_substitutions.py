@@ -40,7 +40,8 @@ _EXPECTED = "expected a text in which {column} stands for a record's value, and 
 class PrefixTemplate:
     """template: a text in which `{column}` stands for a record's value; `{{` and `}}` are literal braces.
 
-    Raises ValueError for all other features of Python's format strings, so that no template accesses attributes.
+    Raises ValueError for all other features of Python's format strings, so that no template accesses attributes of a
+    value.
     """
 
     def __init__(self, teacher: str, template: str):
@@ -136,8 +137,9 @@ class TeacherMedia:
     ) -> list[Substitution]:
         """The teacher's substitutions for the student's tokens of images.
 
-        text: the document, with the student's placeholder for each image. encoded: the document's tokens
-        for the student. special: whether the tokenizer adds special tokens.
+        text: the document, with one placeholder of the student for each image.
+        encoded: the document's tokens for the student.
+        special: whether the tokenizer adds special tokens.
 
         Raises RecordError if the teacher's processor refuses an image, or if the other tokens differ from the
         student's. A teacher without a processor raises RecordError if the document names it, else ProcessorError.
