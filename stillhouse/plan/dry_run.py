@@ -89,8 +89,9 @@ def parts(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counts of a rank with all layers, from the three short steps. Raises the errors of a run whose
-    models do not fit their layout.
+    """Return the counts of a rank with all layers, from the three short steps.
+
+    Raises the errors of a run whose models do not fit their layout.
     """
     rank = planned(job)
     layout, pipeline = rank.layout, rank.layout.degrees.pipeline

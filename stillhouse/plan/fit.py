@@ -63,8 +63,11 @@ class Candidate:
 
 
 def fit(config: RunConfig, machine: Machine, document_tokens: int) -> list[Plan]:
-    """Return plans of the fastest layouts that fit, the best first; empty if no layout fits. The counts of a plan are
-    from steps with few layers. Raises ConfigError for models that no layout can run.
+    """Return plans of the fastest layouts that fit, the best first; empty if no layout fits.
+
+    The counts of a plan are from steps with few layers.
+
+    Raises ConfigError for models that no layout can run.
     """
     job = planned_job(config, machine, document_tokens)
     planned = load_config(None, settings=job["config"])  # an on-policy run has other sequences
