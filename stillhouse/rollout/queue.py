@@ -111,7 +111,7 @@ class RolloutQueue:
         )
 
     def take(self, step: int) -> list[Sample]:
-        """Wait for the samples on which a step trains, and return them in the order of their numbers, with advantages.
+        """Wait for the samples on which a step trains, and return them by number, with their advantages.
 
         The choice does not depend on the time that rewards take. Until `trained`, checkpoints still contain these
         samples.

@@ -110,7 +110,10 @@ def require_signals(
 
 
 def _with_completion(documents: Documents, tokens_of_sources: Sequence[int]) -> Documents:
-    """The document that is longest with a completion, extended by it. tokens_of_sources: its tokens by source."""
+    """The document that is longest with its completion, extended by the completion.
+
+    tokens_of_sources: the number of tokens of a completion, by the source of the document.
+    """
     set_D = np.zeros(len(documents), dtype=np.int64) if documents.set_D is None else documents.set_D
     added_D = np.array(tokens_of_sources)[set_D]
     number = int((documents.lengths_D + added_D).argmax())
