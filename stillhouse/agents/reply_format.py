@@ -101,6 +101,7 @@ class TurnFormat:
     processor: see `ChatTemplate`.
     turns: a question, a turn of the assistant with the anchor, and a reply to it.
     tools: the tools of the conversation.
+
     text: tokenizes the texts of replies.
     marker_id: the special token with which the template ends a turn. If the template writes nothing after the last
         turn (GLM), it is the header with which the reply begins.

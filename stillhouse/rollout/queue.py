@@ -111,10 +111,10 @@ class RolloutQueue:
         )
 
     def take(self, step: int) -> list[Sample]:
-        """Wait for the samples on which a step trains, and return them by number, with their advantages.
+        """Wait for the samples on which a step trains, and return them in the order of their numbers.
 
-        The choice does not depend on the time that rewards take. Until `trained`, checkpoints still contain these
-        samples.
+        The samples have their advantages. The choice does not depend on the time that rewards take. Until `trained`,
+        checkpoints still contain these samples.
         """
         self.wait_for(step)
         groups = sorted(self._chosen(step))
