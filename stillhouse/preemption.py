@@ -126,14 +126,16 @@ def finishing(what: str) -> Iterator[None]:
 
 
 def interruptible(what: str, work: Callable[[], T], about: str = "", advice: str = "") -> T:
-    """Call `work`, a function of the user that may never return. what: the function's name. about, advice: additions
-    to the line that names the function after `SECONDS_UNTIL_NAMED`.
+    """Call `work`, a function of the user that may never return.
 
     Within `finishing`, OverdueError is raised inside `work` `SECONDS_TO_RETURN` after a signal. If `work` still does
     not return, the process ends after the same time again. Outside `finishing`, a signal ends the process at once.
     Only the main thread can be interrupted, and only between two instructions of Python, in a system call, or in C
     code that checks for signals, such as a regular expression. Only SIGKILL ends C code that neither checks for
     signals nor releases the GIL.
+
+    what: the function's name.
+    about, advice: additions to the line that names the function after `SECONDS_UNTIL_NAMED`.
     """
     listener = _listener
     if listener is None or threading.current_thread() is not threading.main_thread():
@@ -151,8 +153,9 @@ def interruptible(what: str, work: Callable[[], T], about: str = "", advice: str
 
 @contextmanager
 def surviving_lost_reader() -> Iterator[None]:
-    """Ignore an error when the output is written if a signal arrives within `SECONDS_OF_LOST_READER`. The signal may
-    have ended the output's reader, such as `tee`, before this process received it.
+    """Ignore an error when the output is written if a signal arrives within `SECONDS_OF_LOST_READER`.
+
+    The signal may have ended the output's reader, such as `tee`, before this process received it.
     """
     try:
         yield

@@ -33,8 +33,11 @@ def print_line(line: str) -> None:
 
 
 def end_process(code: int, line: str | None) -> NoReturn:
-    """End this process from any thread, without unwinding the stack. line: a line to print on stderr first. No
-    incomplete file remains under its final name, because files are written under another name and then renamed.
+    """End this process from any thread, without unwinding the stack.
+
+    No incomplete file remains under its final name, because files are written under another name and then renamed.
+
+    line: a line to print on stderr first.
     """
 
     def flush() -> None:
@@ -50,9 +53,10 @@ def end_process(code: int, line: str | None) -> NoReturn:
 
 
 def end_without_threads(code: int) -> None:
-    """End the process with this exit code if threads of other code do not end. Must be called last. Python alone
-    would wait for every non-daemon thread, for example for a reward function that hangs. Signals are already ignored
-    at this point.
+    """End the process with this exit code if threads of other code do not end. Must be called last.
+
+    Python alone would wait for every non-daemon thread, for example for a reward function that hangs. Signals are
+    already ignored at this point.
     """
 
     def end() -> None:

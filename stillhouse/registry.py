@@ -31,8 +31,10 @@ GROUPS = {
 
 @cache
 def registered(group: str) -> dict[str, EntryPoint]:
-    """The entry points of one of `GROUPS` by name, in alphabetical order. Raises ValueError if the group is empty, or
-    if two installed distributions register the same name with different values.
+    """The entry points of one of `GROUPS` by name, in alphabetical order.
+
+    Raises ValueError if the group is empty, or if two installed distributions register the same name with different
+    values.
     """
     if group not in GROUPS:
         raise ValueError(f"no group of add-ons is called {group!r}: expected one of {', '.join(GROUPS)}")

@@ -24,8 +24,9 @@ SHORTEST, LONGEST = 2, 256
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task and the range of lengths of its problems, inclusive. Raises ValueError for an unknown name and for
-    lengths that are not in order or out of range.
+    """A task and the range of lengths of its problems, inclusive.
+
+    Raises ValueError for an unknown name and for lengths that are not in order or out of range.
     """
 
     name: str
@@ -77,8 +78,9 @@ class Problem:
 
 
 def problem(task: TaskSpec, seed: int, number: int, *, held_out: bool) -> Problem:
-    """Problem `number` of a split. With `number`, the length cycles through the range of lengths. Problems with
-    different numbers may be equal. This is likely only for short lengths, because few problems exist.
+    """Problem `number` of a split. With `number`, the length cycles through the range of lengths.
+
+    Problems with different numbers may be equal. This is likely only for short lengths, because few problems exist.
     """
     length = task.shortest + number % (task.longest - task.shortest + 1)
     random = RandomNumbers(task.name, seed, number)
@@ -96,6 +98,7 @@ def is_held_out(task: str, text: str) -> bool:
 
 def exact_match(prompt: str, completion: str, record: Mapping[str, Any]) -> float:
     """1 if a completion (without special tokens) equals the record's completion, otherwise 0. For `rollout.reward`.
+
     The completion of a record with `messages` is the text of the last message. White space around the two texts is
     ignored.
     """

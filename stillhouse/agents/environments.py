@@ -1,5 +1,6 @@
-"""rollout.environment and rollout.tools: the entries of the group `stillhouse.environments`. No import of torch at
-the top.
+"""rollout.environment and rollout.tools: the entries of the group `stillhouse.environments`.
+
+This module imports no torch at the top.
 """
 
 import inspect

@@ -81,6 +81,7 @@ class Episodes:
 
     def __call__(self, prompt: str, completion: str, record: Mapping[str, Any], source: str, episode: Episode) -> Any:
         """The reply to the last turn of an episode, or the reward of the sample.
+
         Raises UserFunctionError if a method fails, or if the reply to an earlier turn differs from its first reply.
         """
         about, turns = about_completion(completion, source), episode.turns
@@ -107,8 +108,11 @@ class Episodes:
 
 
 class UserObject:
-    """An object of a user's class, which was made and reset for a sample. Raises UserFunctionError if this fails.
+    """An object of a user's class, which was made and reset for a sample.
+
     about: a text for error messages, which names the completion.
+
+    Raises UserFunctionError if this fails.
     """
 
     def __init__(self, of: UserFunction, prompt: str, record: Mapping[str, Any], about: str):
@@ -143,6 +147,7 @@ class Tools:
     paths: the paths of functions and classes, as package.module:name. All public methods of a class are tools, except
         reset, close, and a method reward without arguments.
     is_limited: whether the process has a limit of memory. An error because of this limit is then raised.
+
     Raises ValueError for a path that cannot be imported or is not a tool, and for two tools with the same name.
     """
 

@@ -44,7 +44,8 @@ class TextReplies(TurnReplies):
         warn: Callable[[str], None] | None = None,
     ):
         super().__init__(calls, tokenizer)
-        self._placeholders, self._prompt, self._warn = placeholders, prompt.strip(), warn
+        self._placeholders = placeholders
+        self._prompt, self._warn = prompt.strip(), warn
         self._special = special_ids(tokenizer)
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
@@ -108,6 +109,7 @@ class ToolReplies(TurnReplies):
 
     A turn ends with the template's end marker, or with a text of `rollout.stop`. If a turn ends with another special
     token, or has no call, the sample ends.
+
     most_tokens: the maximum number of tokens of a reply's text. A longer text is cut.
     have_state: whether some tools have objects. If not, a lost call is not an error.
     warn: is called, in any thread, with a line about lost calls.
@@ -189,8 +191,11 @@ def beginning(ids_of: Callable[[str], Sequence[int]], text: str, most: int) -> s
 
 
 def _text_reply(text: str, ids: Sequence[int], placeholders: Sequence[int]) -> Reply:
-    """The reply of an environment. placeholders: the ids of the tokens that stand for features of media. Raises
-    UserFunctionError for a reply that has such a token.
+    """The reply of an environment.
+
+    placeholders: the ids of the tokens that stand for features of media.
+
+    Raises UserFunctionError for a reply that has such a token.
     """
     if not set(placeholders).isdisjoint(ids):
         raise UserFunctionError(

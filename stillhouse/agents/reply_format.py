@@ -55,9 +55,13 @@ class OrdinaryText:
         return ids + self.template_ids(text[end:])
 
     def ids_within(self, write: Callable[[Sequence[str]], str], replies: Sequence[str]) -> list[int]:
-        """The tokens of a text that the chat template writes with replies. Added tokens in the replies are ordinary
-        text. write: returns the text with these replies. Raises ValueError if a reply would still have an added
-        token.
+        """The tokens of a text that the chat template writes with replies.
+
+        Added tokens in the replies are ordinary text.
+
+        write: returns the text with these replies.
+
+        Raises ValueError if a reply would still have an added token.
         """
         salt = f"{ANCHOR}Text"
         while any(salt in reply for reply in replies):
@@ -94,10 +98,13 @@ class OrdinaryText:
 class TurnFormat:
     """Writes replies after turns of the assistant: the shared part of `ReplyFormat` and `ToolFormat`.
 
-    processor: see `ChatTemplate`. turns: a question, a turn of the assistant with the anchor, and a reply to it.
+    processor: see `ChatTemplate`.
+    turns: a question, a turn of the assistant with the anchor, and a reply to it.
     tools: the tools of the conversation.
-    text: tokenizes the texts of replies. marker_id: the special token with which the template ends a turn. If the
-        template writes nothing after the last turn (GLM), it is the header with which the reply begins.
+
+    text: tokenizes the texts of replies.
+    marker_id: the special token with which the template ends a turn. If the template writes nothing after the last
+        turn (GLM), it is the header with which the reply begins.
     """
 
     #: for errors: the key of the configuration, the text that the template writes, and the expected template
@@ -158,11 +165,14 @@ class TurnFormat:
 
 
 class ReplyFormat(TurnFormat):
-    """Writes replies of the role `user` or `tool` after turns of the assistant. processor: see `ChatTemplate`.
+    """Writes replies of the role `user` or `tool` after turns of the assistant.
+
+    processor: see `ChatTemplate`.
+
     Raises ValueError unless this is proven: after a turn of the assistant, the template writes its end marker, and
-        then a text with the unchanged reply that ends with the generation prompt. This text is the same after one
-        turn and after several, with and without a system message, and with and without tools, if the template accepts
-        them. Its tokens are the same as in the whole conversation.
+    then a text with the unchanged reply that ends with the generation prompt. This text is the same after one turn
+    and after several, with and without a system message, and with and without tools, if the template accepts them.
+    Its tokens are the same as in the whole conversation.
     """
 
     _key = "rollout.environment"
@@ -189,7 +199,7 @@ class ReplyFormat(TurnFormat):
         if len(frames) > 1:
             raise self._error(f"writes messages of the role {role} in different ways: {sorted(frames)!r:.200}")
         self._prove_ids(self._turns(_REPLIES[1]), None, self.reply_ids(_REPLIES[1]))
-        alone = self._suffix(self._turns("a"))
+        plain_suffix = self._suffix(self._turns("a"))
         replied: list[Message] = [QUESTION, {"role": "assistant", "content": "b"}, {"role": role, "content": "c"}]
         histories: list[tuple[str, list[Message], Tools]] = [
             ("a system message", [_SYSTEM, QUESTION], None),
@@ -201,13 +211,17 @@ class ReplyFormat(TurnFormat):
                 self._template.text(history, tools, prompt=True)
             except RecordError:
                 continue  # the template does not accept such prompts
-            if (suffix := self._suffix([*history, *self._turns("a")[1:]], tools)) != alone:
-                raise self._error(f"writes a reply as {suffix!r:.200} after {name}, and as {alone!r:.200} without")
+            if (suffix := self._suffix([*history, *self._turns("a")[1:]], tools)) != plain_suffix:
+                raise self._error(
+                    f"writes a reply as {suffix!r:.200} after {name}, and as {plain_suffix!r:.200} without"
+                )
 
     def reply_ids(self, reply: str, *, ends: bool = False) -> list[int]:
-        """The tokens between the end of a turn and the beginning of the next turn. Added tokens of the tokenizer in
-        the reply become ordinary text. ends: whether the tokens begin with the turn's end marker, because the model
-        has not generated it.
+        """The tokens between the end of a turn and the beginning of the next turn.
+
+        Added tokens of the tokenizer in the reply become ordinary text.
+
+        ends: whether the tokens begin with the turn's end marker, because the model has not generated it.
         """
         ids = self.text.ids_within(lambda replies: self._suffix(self._turns(replies[0])), [reply])
         return [self.marker_id, *ids] if ends else ids

@@ -116,10 +116,13 @@ class ToolCall:
 
 
 class ToolFormat(TurnFormat):
-    """How a tokenizer's chat template writes calls of tools and replies to them. schemas: the schemas of the tools.
+    """How a tokenizer's chat template writes calls of tools and replies to them.
+
+    schemas: the schemas of the tools.
     processor: see `ChatTemplate`.
+
     Raises ValueError if no format is proven: if a call that the template writes is not parsed back as the same call,
-        if the template does not write a reply after the turn, or if it writes the turn differently with a reply.
+    if the template does not write a reply after the turn, or if it writes the turn differently with a reply.
     """
 
     _key, _what = "rollout.tools", "a conversation with tools"
@@ -166,8 +169,10 @@ class ToolFormat(TurnFormat):
         return calls
 
     def reply_ids(self, names: Sequence[str], replies: Sequence[str], *, ends: bool = False) -> list[int]:
-        """The tokens between the end of a turn and the beginning of the next turn (see `ReplyFormat`). names: the
-        names of the tools that the turn calls. replies: the texts of their replies.
+        """The tokens between the end of a turn and the beginning of the next turn (see `ReplyFormat`).
+
+        names: the names of the tools that the turn calls.
+        replies: the texts of their replies.
         """
         ids = self.text.ids_within(lambda texts: self._suffix(_replied(names, texts), self.schemas), replies)
         return [self.marker_id, *ids] if ends else ids

@@ -64,7 +64,10 @@ class GreedyEvaluation:
 
     def evaluate(self, step: int, others: dict[str, float]) -> dict[str, float]:
         """Return the metrics of tasks and callbacks, the same on all ranks, and record completions of held-out
-        prompts. A collective. others: the other metrics of this evaluation, whose names a callback must not use.
+        prompts. A collective.
+
+        others: the other metrics of this evaluation, whose names a callback must not use.
+
         Raises UserFunctionError on all ranks if a callback or a reward fails, the errors of `errors_of_signals`, and
         ConfigError if no callback gives the metric of checkpoint.best.
         """
@@ -152,9 +155,11 @@ def evaluate_tasks(
     count: int,
     seed: int,
 ) -> dict[str, float]:
-    """Return metrics of held-out problems: for each task, and for each length of its problems, the share of problems
-    that are completed exactly; and the share of completions that are cut at the limit. The dict is empty without
-    tasks.
+    """Return metrics of held-out problems; empty without tasks.
+
+    They are, for each task and for each length of its problems, the share of problems that are completed exactly, and
+    the share of completions that are cut at the limit.
+
     generate: completes prompts greedily, and returns the completions in the order of the prompts.
     tasks: texts for `TaskSpec.parse`; each name occurs once.
     count: the number of problems of each task. The lengths of the problems alternate.
@@ -193,9 +198,12 @@ class HeldOutPrompt:
 
 def choose_prompts(documents: Documents, count: int, processor: MediaProcessor | None = None) -> list[HeldOutPrompt]:
     """Choose up to `count` prompts, the same prompts in every run on this data. Prompts of several sets alternate.
+
     A document is cut before its first target. A document without a prompt is cut after half of its tokens, but after
     at most `PROMPT_TOKENS` tokens. No document is cut before its last media. A document with nothing after the cut is
-    left out. processor: the processor of the media.
+    left out.
+
+    processor: the processor of the media.
     """
     by_set: dict[int, list[int]] = {}
     for document in in_shown_order(documents, range(len(documents))):
@@ -236,7 +244,10 @@ class EvaluationContext:
 
 
 def checked_metrics(function: object, returned: Any, others: set[str]) -> dict[str, float]:
-    """Return a callback's metrics under their keys, `eval/<name>`. others: the other metrics of this evaluation.
+    """Return a callback's metrics under their keys, `eval/<name>`.
+
+    others: the other metrics of this evaluation.
+
     Raises UserFunctionError unless the callback has returned a dict of new names and finite numbers.
     """
     if not isinstance(returned, Mapping):

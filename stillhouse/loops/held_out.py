@@ -65,9 +65,10 @@ def held_out_metrics(
     *,
     with_teacher: bool = False,
 ) -> dict[str, float]:
-    """Return means over all target tokens of the held-out documents (see `Engine.evaluate`). If there are several
-    sets, each set also has metrics `eval/<name>/…`. No metric depends on the run's objective. Metrics that need a
-    teacher are absent if there is none.
+    """Return means over all target tokens of the held-out documents (see `Engine.evaluate`).
+
+    If there are several sets, each set also has metrics `eval/<name>/…`. No metric depends on the run's objective.
+    Metrics that need a teacher are absent if there is none.
 
     spec: the run's objective, which names the teachers.
     with_teacher: also report the cross-entropy of the teacher, to compare it with the student's. This needs a single
@@ -175,8 +176,10 @@ def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
 class _ShownTokens:
     """The output processor.
 
-    shown: the positions of the shown tokens of each shown document. objective: the terms whose gradients are shown.
     The processor calls collectives of the ranks that share the vocabulary. These ranks have the same C rows.
+
+    shown: the positions of the shown tokens of each shown document.
+    objective: the terms whose gradients are shown.
     """
 
     shown: Mapping[int, np.ndarray]
@@ -215,7 +218,8 @@ class _ShownTokens:
 def gradients_by_term(
     spec: ObjectiveSpec, student: FullVocab, teacher: FullVocab, labels_C: Tensor, weights_C: Tensor
 ) -> list[dict[str, OfTerm]]:
-    """The value of each term and its gradient with respect to the student's logits, for each row; none for weight 0.
+    """For each row, the value of each term and its gradient with respect to the student's logits; empty for weight 0.
+
     The gradient is that of weight · scale · value; a training step also divides by the number of target tokens.
     """
     head = student.head

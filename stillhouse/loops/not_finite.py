@@ -23,8 +23,9 @@ def not_finite_error(
     models: Models, checkpoints: Path, step: int, micro_batches: ShardedMicroBatches, output: StepOutput, norm: float
 ) -> ValueError:
     """Return an error that names the cause of a loss or gradient norm that is not finite. Weights are not changed.
-    step: the step's number, counted from 1. output: the step's output for these micro-batches; the student still has
-    the gradient.
+
+    step: the step's number, counted from 1.
+    output: the step's output for these micro-batches; the student still has the gradient.
     """
     loss, packed = output.sums["loss"], micro_batches.all_ranks
     assert isinstance(packed, PackedMicroBatches)
@@ -63,23 +64,23 @@ def not_finite_error(
 
 
 def _sources(models: Models, sequences: PackedSequences, documents: Iterable[int]) -> str:
-    """The sources of the documents whose own loss or gradient is not finite, or all sources if there is no such
-    document. Each document is run separately, because a NaN spreads to all documents that are packed into the same
-    row.
+    """The sources of the documents whose own loss or gradient is not finite, or all sources without such a document.
+
+    Each document is run separately, because a NaN spreads to all documents that are packed into the same row.
     """
     candidates = sorted(set(documents))
     numbers: list[int] = []
     for document in candidates:
         if len(numbers) == _NAMED:
             break
-        alone = PackedSequences(
+        single_document = PackedSequences(
             sequences.documents.select([document]),
             max_tokens=sequences.max_tokens,
             seed=0,
             gaps=sequences.gaps,
             media_inputs=sequences.media_inputs,
         )
-        loss = _run_again(models, alone.micro_batches([np.array([0])]))
+        loss = _run_again(models, single_document.micro_batches([np.array([0])]))
         if not math.isfinite(loss) or not math.isfinite(models.engine.gradient_norm()):
             numbers.append(document)
     named = (numbers or candidates)[:_NAMED]

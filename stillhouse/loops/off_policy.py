@@ -13,6 +13,7 @@ from stillhouse.signals import RequestedSteps
 
 def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
     """Run all remaining steps, and return the run's progress at the end. The student then has the final weights.
+
     Raises ValueError before the update if the loss or the gradient is not finite, and before saving if a weight is
     not finite. Raises Preempted after the step in which a rank has received a signal.
     """

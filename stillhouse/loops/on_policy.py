@@ -21,6 +21,7 @@ from stillhouse.signals import RequestedSteps
 
 def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
     """Run all remaining steps, and return the run's progress at the end. The student then has the final weights.
+
     Raises the errors of `off_policy.train`. If no server answers, a checkpoint is saved and SignalsLostError is
     raised.
     """

@@ -46,6 +46,7 @@ class PromptEvaluation:
     """The student's completions of held-out prompts, and their scores by the teacher and by a reward.
 
     engine: has the weights to evaluate; each completion has the same seed at each evaluation.
+
     Raises ConfigError for data that has no prompts, for a reward that cannot be imported, and on all ranks if the
     student cannot end a turn with a call of a tool, or before a reply.
     """
@@ -82,8 +83,11 @@ class PromptEvaluation:
 
     def evaluate(self, step: int) -> tuple[dict[str, float], list[EvalSample]]:
         """Return the metrics `eval/prompts/…` and some completions, the same on all ranks. A collective.
+
         `reverse_kl` is a mean over the student's tokens. The other metrics are means over completions; `ended` is the
-        share of completions that the student ended. Raises the errors of `completed`.
+        share of completions that the student ended.
+
+        Raises the errors of `completed`.
         """
         session = self._session
         calls_functions = self._rollout.reward is not None or self._rollout.has_turns
@@ -204,8 +208,12 @@ def completed(
     reward_key: str,
 ) -> list[Sample]:
     """Return one sample of each prompt, with the reward, the environment and the tools of `rollout`, on all ranks. A
-    collective of all processes. Raises the `ERRORS` of rank 0 on all ranks. sampling: if it is None, the engine's
-    settings are used. reward_key: the key of the configuration that has the reward.
+    collective of all processes.
+
+    sampling: if it is None, the engine's settings are used.
+    reward_key: the key of the configuration that has the reward.
+
+    Raises the `ERRORS` of rank 0 on all ranks.
     """
     require_no_signal = SignalWatch(ServerError(f"a signal came while the run waited for {reward_key}"))
     finished: list[Sample] = []

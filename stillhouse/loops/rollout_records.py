@@ -50,8 +50,9 @@ class SampledStep:
 
 class RolloutMetrics:
     """The metrics of the steps since the run was started or resumed, with warnings about their samples.
-    one_teacher_per_document: whether the run has several teachers and each document belongs to one of them. noise:
-    see `RolloutWarnings`.
+
+    one_teacher_per_document: whether the run has several teachers and each document belongs to one of them.
+    noise: see `RolloutWarnings`.
     """
 
     def __init__(
@@ -70,9 +71,11 @@ class RolloutMetrics:
     def of(
         self, step: SampledStep, seconds: float, waited: float, times: Mapping[str, tuple[int, float]]
     ) -> dict[str, float]:
-        """Return the metrics of a step. A collective of all processes. seconds: the time of the step. waited: the
-        time for which the trainer waited for completions in it. times: see `FunctionCalls.take_times`; empty except
-        on rank 0.
+        """Return the metrics of a step. A collective of all processes.
+
+        seconds: the time of the step.
+        waited: the time for which the trainer waited for completions in it.
+        times: see `FunctionCalls.take_times`; empty except on rank 0.
         """
         metrics, samples, sources = {"rollout/share": 0.0}, step.samples, self._rollout.sources
         if samples:
@@ -103,9 +106,10 @@ class RolloutMetrics:
         return metrics
 
     def _policy(self, step: SampledStep) -> dict[str, float]:
-        """The staleness, the ratios, and the mean and largest difference of log-probabilities. A collective of all
-        processes. `log_ratio_fresh` is the mean over tokens of the current weights; it is absent if there are no such
-        tokens.
+        """The staleness, the ratios, and the mean and largest difference of log-probabilities.
+
+        `log_ratio_fresh` is the mean over tokens of the current weights; it is absent if there are no such tokens. A
+        collective of all processes.
         """
         counts, sums = staleness(step.samples, step.number), step.output.sums
         metrics = {
@@ -129,9 +133,10 @@ class RolloutMetrics:
         return metrics | {f"rollout/{name}": sums[name] / tokens for name in ("ratio", "clipped") if name in sums}
 
     def _sums_by_source(self, step: SampledStep) -> list[dict[str, float]]:
-        """For each source, the sum of each term's values over the source's target tokens, and the number of these
-        tokens. With an objective by origin, there are also sums for each origin. Processes with copies of a row all
-        add it. A collective.
+        """For each source, the sum of each term's values over its target tokens, and the number of these tokens.
+
+        With an objective by origin, there are also sums for each origin. Processes with copies of a row all add it. A
+        collective.
         """
         plan = self._plan
         source_D = torch.tensor(
@@ -157,6 +162,7 @@ class RolloutMetrics:
 
     def _source_means(self, sums: dict[str, float]) -> dict[str, float]:
         """The means of the terms of one source over its target tokens, for all teachers and origins together.
+
         As in `step_metrics.means`, the mean over teachers has the teachers' weights, unless each document has one
         teacher. A term of some origins is a mean over the tokens of these origins.
         """
@@ -201,9 +207,10 @@ def shown_samples(ranks: Ranks, data: Data, plan: RolloutPlan, step: SampledStep
 
 
 def shown_numbers(samples: Sequence[Sample], plan: PromptPlan, step: int, most: int) -> list[int]:
-    """Choose at most `most` samples of a step, and return their positions. These are all samples of some prompts, or
-    the first samples of a single prompt. Successive steps begin with different prompts, so that samples of every
-    staleness are shown under async.
+    """Choose at most `most` samples of a step, and return their positions.
+
+    These are all samples of some prompts, or the first samples of a single prompt. Successive steps begin with
+    different prompts, so that samples of every staleness are shown under async.
     """
     groups: dict[int, list[int]] = {}
     for position, sample in enumerate(samples):

@@ -22,7 +22,9 @@ MOST_OF_STEP = 0.5
 
 
 class RolloutWarnings:
-    """The warnings since the run was started or resumed. rollouts: the section rollout for each source of prompts.
+    """The warnings since the run was started or resumed.
+
+    rollouts: the section rollout for each source of prompts.
     noise: the names of the dropout with which the student is trained.
     """
 
@@ -45,9 +47,10 @@ class RolloutWarnings:
         self._watch_ratios(metrics)
 
     def watch_calls(self, times: Mapping[str, tuple[int, float]], seconds: float) -> None:
-        """Warn if a step spent most of its time in functions of the user that run one after the other. times: the
-        number and the seconds of the calls in this step, by the keys of their functions. seconds: the time of the
-        step.
+        """Warn if a step spent most of its time in functions of the user that run one after the other.
+
+        times: the number and the seconds of the calls in this step, by the keys of their functions.
+        seconds: the time of the step.
         """
         spent = sum(duration for _, duration in times.values())
         if not self._rollouts[0].workers and spent > MOST_OF_STEP * seconds:

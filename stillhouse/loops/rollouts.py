@@ -37,7 +37,10 @@ _PROBES = 16
 @contextmanager
 def open_rollout(session: Session, folder: RunFolder, *, is_new: bool = True) -> Iterator[Rollout]:
     """Yield the rollouts of a run. At the end, open requests are cancelled, and the processes of functions are ended.
-    is_new: whether the run has no checkpoint. Raises ConfigError for an engine that cannot be used.
+
+    is_new: whether the run has no checkpoint.
+
+    Raises ConfigError for an engine that cannot be used.
     """
     plan, models, data, run = session.rollout, session.models, session.data, ""
     assert plan is not None
@@ -60,8 +63,10 @@ def open_rollout(session: Session, folder: RunFolder, *, is_new: bool = True) ->
         weights = WeightsOnServers(models, data, config, servers, packer, folder, run) if run else None
         require_end_of_turns(models, data, plan)
         if is_first():
-            own = samplings(models, data.tokenizer, plan.configs)
-            calls = CompletionCalls(plan.configs, data.tokenizer, data.media_processor, own, compare_first=is_new)
+            sampling = samplings(models, data.tokenizer, plan.configs)
+            calls = CompletionCalls(
+                plan.configs, data.tokenizer, data.media_processor, sampling, compare_first=is_new
+            )
             stack.callback(calls.close)
             sources, functions, in_job = calls.sources, calls.functions, not config.urls
             samples = Samples(prompts, plan.prompts, data.tokenizer, sources, together=in_job, alive=ServerWatch())
@@ -141,9 +146,11 @@ def make_generator(
 
 
 def open_servers(session: Session, run: str = "") -> RemoteEngine | None:
-    """Connect to the servers that generate completions, and return them on rank 0; other ranks get None. run: the
-    identity of the run that publishes weights for the servers. Raises ConfigError on all ranks if a server cannot be
-    used.
+    """Connect to the servers that generate completions, and return them on rank 0; other ranks get None.
+
+    run: the identity of the run that publishes weights for the servers.
+
+    Raises ConfigError on all ranks if a server cannot be used.
     """
     models, data, plan = session.models, session.data, session.rollout
     assert plan is not None
@@ -202,9 +209,10 @@ def sampling_of(rollout: RolloutConfig, eos: tuple[int, ...]) -> Sampling:
 
 
 def counted_rows(models: Models, spec: ObjectiveSpec) -> int:
-    """Return the number of rows of the student's head that have a probability in training. With a divergence, this is
-    the smallest number of rows among the heads of the student and of all teachers with exact signals
-    (`common_vocabulary`).
+    """Return the number of rows of the student's head that have a probability in training.
+
+    With a divergence, this is the smallest number of rows among the heads of the student and of all teachers with
+    exact signals (`common_vocabulary`).
     """
     rows = [models.student.vocabulary_rows]
     if any(part.divergence is not None for part in spec.parts):

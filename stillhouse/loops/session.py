@@ -128,8 +128,8 @@ class Data:
     hashes: a hash of the documents, by split.
     dataset: the documents with completions, if a run with rollouts takes a share of each step from the dataset.
     processor: the student's processor of media, or None if the student has none.
-    teacher_media: by their names, the teachers in this job that do not share this processor, with the media that they
-        read.
+    teacher_media: by the teachers' names, the readers of media of the teachers in this job that do not share this
+        processor.
     processors: hashes of the processors that decide pixels, by their models' sections; `hashes` include them.
     by_length: whether a micro-batch has documents of similar lengths, because a model runs one document per row.
     """

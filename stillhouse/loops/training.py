@@ -114,8 +114,11 @@ class Training:
         more_metrics: Mapping[str, float] | None = None,
         seconds: float | None = None,
     ) -> None:
-        """Log the step, and evaluate and save if they are due. Raises Preempted if a rank has received a signal.
+        """Log the step, and evaluate and save if they are due.
+
         seconds: the time of the step; if it is None, the time since `begin`.
+
+        Raises Preempted if a rank has received a signal.
         """
         seconds = time.monotonic() - self._started if seconds is None else seconds
         session, progress = self.session, self.progress
@@ -163,6 +166,7 @@ class Training:
 
     def save(self, *, after_error: bool = False) -> Path:
         """Write a checkpoint, then remove older checkpoints that need not be kept; returns its path.
+
         after_error: whether a step has failed. Its calls are made again after a resume, so the saved states of
             functions must not include them.
         """
@@ -207,9 +211,10 @@ def no_targets_in_words(rollout: RolloutPlan | None) -> str:
 def training(
     session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None, queue: RolloutQueue | None = None
 ) -> Iterator[Training]:
-    """Yield a run that is ready for its remaining steps. If there is a checkpoint, it has been loaded. At the end,
-    the student has the final weights. If teachers' signals or completions are not available, or if a function of the
-    user fails, the finished steps are saved, and SignalsLostError or UserFunctionError is raised.
+    """Yield a run that is ready for its remaining steps. If there is a checkpoint, it has been loaded.
+
+    At the end, the student has the final weights. If teachers' signals or completions are not available, or if a
+    function of the user fails, the finished steps are saved, and SignalsLostError or UserFunctionError is raised.
     """
     models, schedule, rollout, functions = session.models, session.schedule, session.rollout, None
     with models.ranks.all_raise(ConfigError):

@@ -40,8 +40,10 @@ _CHOICE = 256
 
 
 class WeightsOnServers:
-    """The weights of a run's student on servers. Its methods are collectives of all processes. engine: the servers,
-    on rank 0. run: the run's identity in published weights.
+    """The weights of a run's student on servers. Its methods are collectives of all processes.
+
+    engine: the servers, on rank 0.
+    run: the run's identity in published weights.
     """
 
     def __init__(
@@ -82,15 +84,17 @@ class WeightsOnServers:
             )
 
     def update(self, version: int) -> None:
-        """Let the servers load the published weights, and prove that they use them. Raises SignalsLostError on all
-        ranks if a server generates with other weights than the student's, or if SIGTERM or another signal of the
-        operating system comes before all servers have loaded them.
+        """Let the servers load the published weights, and prove that they use them.
+
+        Raises SignalsLostError on all ranks if a server generates with other weights than the student's, or if
+        SIGTERM or another signal of the operating system comes before all servers have loaded them.
         """
         models, prompts = self._models, self._data.train.documents
         with errors_of_signals(), models.ranks.shared(*ERRORS) as shared:
             if self._engine is not None:
                 # an update may take minutes; a signal ends the wait, but not the thread
-                threads, require_no_signal = ThreadPoolExecutor(1), ServerWatch()
+                require_no_signal = ServerWatch()
+                threads = ThreadPoolExecutor(1)
                 try:
                     update = threads.submit(self._engine.update_weights, version, self._published)
                     while not wait([update], SECONDS_BETWEEN_LOOKS).done:
@@ -116,8 +120,9 @@ class WeightsOnServers:
     def _require_in_use(
         self, version: int, urls: Sequence[str], micro_batches: ShardedMicroBatches, probes: int
     ) -> float:
-        """Raise SignalsLostError if a server's log-probabilities come from other weights. A collective. Returns the
-        largest difference in nats that rounding can cause. probes: the number of probes of each server.
+        """Raise SignalsLostError if a server's log-probabilities come from other weights. A collective.
+
+        Returns the largest difference in nats that rounding can cause. probes: the number of probes of each server.
         """
         models, gaps_by_server = self._models, dict[int, list[float]]()
         # only Stillhouse's own servers are known to round like the trainer

@@ -150,8 +150,9 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MetricsLine:
-    """A line of metrics.jsonl. values: the metrics, and the "tokens" and "seconds" of the run so far. A number that
-    is not finite is None.
+    """A line of metrics.jsonl.
+
+    values: the metrics, and the "tokens" and "seconds" of the run so far. A number that is not finite is None.
     """
 
     step: float
@@ -176,8 +177,9 @@ def without_infinity(values: Mapping[str, float | None]) -> dict[str, float | No
 
 
 def read_metrics(path: Path) -> tuple[list[MetricsLine], list[str]]:
-    """Return the lines of a metrics.jsonl, and notes for the page. An incomplete last line without a newline is
-    skipped, because a killed run may leave such a line.
+    """Return the lines of a metrics.jsonl, and notes for the page.
+
+    An incomplete last line without a newline is skipped, because a killed run may leave such a line.
     """
     if not path.is_file():
         raise ValueError(f"{path.parent} contains no run: it has no metrics.jsonl. Give the `out` folder of a run.")

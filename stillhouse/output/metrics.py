@@ -63,8 +63,9 @@ def metric_table() -> tuple[Metric, ...]:
 
 @cache
 def matched(key: str) -> tuple[Metric, tuple[str, ...]] | None:
-    """The metric of a key and the names in the key; None if the table has no such metric. A name that is followed by
-    a slash contains no slash.
+    """The metric of a key and the names in the key; None if the table has no such metric.
+
+    A name that is followed by a slash contains no slash.
     """
     for metric in metric_table():
         pattern = re.sub(r"\\\{\d\\\}(?=/)", "([^/]+)", re.escape(metric.key))

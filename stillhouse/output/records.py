@@ -170,8 +170,12 @@ class Token:
 
 @dataclass(frozen=True)
 class HeldOutDocument:
-    """A held-out document. source: `file:line`. tokens: the tokens, but only the first of consecutive placeholders of
-    an image. images: the first images of the document. image_count: the number of all its images.
+    """A held-out document.
+
+    source: `file:line`.
+    tokens: the tokens, but only the first of consecutive placeholders of an image.
+    images: the first images of the document.
+    image_count: the number of all its images.
     """
 
     source: str

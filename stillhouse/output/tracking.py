@@ -142,7 +142,8 @@ def open_trackers(
             if not hasattr(kind, attribute):
                 raise ValueError(f"track: {name} is {kind}, which has no `{attribute}`: expected a class as Tracker")
     sending = [name for name, kind in kinds.items() if not kind.in_folder]
-    keeps_state, path = bool(sending), folder.path / FILE
+    keeps_state = bool(sending)
+    path = folder.path / FILE
     if not keeps_state and path.exists():
         with suppress(ValidationError):  # a damaged file counts as another run's, which is not continued
             keeps_state = TrackerState.model_validate_json(path.read_bytes()).name == folder.path.resolve().name

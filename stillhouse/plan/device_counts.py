@@ -253,7 +253,7 @@ def _is_on_device(tensor: Tensor) -> bool:
 
 
 def _place() -> str:
-    """Return the innermost function on the stack of this package except `plan/`, or else of transformers."""
+    """Return the innermost function on the stack that is of this package except `plan/`, or else of transformers."""
     frame, other = sys._getframe(1), None
     while frame is not None:
         file, function = frame.f_code.co_filename, frame.f_code.co_name

@@ -89,8 +89,9 @@ def parts(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counts of a rank with all layers, from the three short steps. Raises the errors of a run whose
-    models do not fit their layout.
+    """Return the counts of a rank with all layers, from the three short steps.
+
+    Raises the errors of a run whose models do not fit their layout.
     """
     rank = planned(job)
     layout, pipeline = rank.layout, rank.layout.degrees.pipeline
@@ -105,17 +106,19 @@ def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
     teacher = sum(len(stages[number].teacher) for number in numbers) / len(numbers) - 1
     steps = _short_steps(rank)
     base = steps["base"]
-    further = [(student, steps["student"]), (teacher, steps["teacher"])]
+    # of each model: the number of layers after the first, and the step with a second layer
+    second_layers = [(student, steps["student"]), (teacher, steps["teacher"])]
 
     def total(before: Any, others: list[Any]) -> Any:
-        """Extrapolate a count: add the increase of each further step, times the number of its further layers."""
+        """Extrapolate a count: add the increase by each model's second layer, times its layers after the first."""
         if isinstance(before, Mapping):
             keys = dict.fromkeys(key for counts in (before, *others) for key in counts)
             return {key: total(before.get(key, 0), [other.get(key, 0) for other in others]) for key in keys}
-        return before + sum(factor * (other - before) for (factor, _), other in zip(further, others, strict=True))
+        pairs = zip(second_layers, others, strict=True)
+        return before + sum(layers * (other - before) for (layers, _), other in pairs)
 
     names = ("kernels", "traffic", *_MAPS)
-    sums = {name: total(getattr(base, name), [getattr(step, name) for _, step in further]) for name in names}
+    sums = {name: total(getattr(base, name), [getattr(step, name) for _, step in second_layers]) for name in names}
     return asdict(replace(base, model_operations=base.tokens * rank.operations_per_token, **sums))
 
 

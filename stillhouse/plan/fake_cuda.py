@@ -63,7 +63,8 @@ def fake_cuda(properties: SimpleNamespace) -> Iterator[None]:
 
 def _replacements(properties: SimpleNamespace) -> list[tuple[Any, str, Any]]:
     """Replacements for functions of torch that ask the driver, or that read values, which fake tensors lack."""
-    capability, random_state = (properties.major, properties.minor), torch.zeros(16, dtype=torch.uint8)
+    capability = (properties.major, properties.minor)
+    random_state = torch.zeros(16, dtype=torch.uint8)
     answers = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -125,8 +126,9 @@ def _stages_with_gradients(schedule: Any, stages: list[Any], has_backward: bool,
 
 
 def _list(tensor: Tensor) -> Any:
-    """Return zeros in the shape of the tensor, after one copy to the host. The numbers of tokens that transformers
-    sends to the experts of other processes are equal and not 0.
+    """Return zeros in the shape of the tensor, after one copy to the host.
+
+    The numbers of tokens that transformers sends to the experts of other processes are equal and not 0.
     """
     host, value = tensor.cpu(), 0
     caller = sys._getframe(1)

@@ -63,8 +63,11 @@ class Candidate:
 
 
 def fit(config: RunConfig, machine: Machine, document_tokens: int) -> list[Plan]:
-    """Return plans of the fastest layouts that fit, the best first; empty if no layout fits. The counts of a plan are
-    from steps with few layers. Raises ConfigError for models that no layout can run.
+    """Return plans of the fastest layouts that fit, the best first; empty if no layout fits.
+
+    The counts of a plan are from steps with few layers.
+
+    Raises ConfigError for models that no layout can run.
     """
     job = planned_job(config, machine, document_tokens)
     planned = load_config(None, settings=job["config"])  # an on-policy run has other sequences
@@ -196,13 +199,13 @@ class Rough:
         """Estimate the time of a step."""
         steps = self.recomputed if candidate.recompute else self.plain
         student, teacher, device = self.student, self.teacher, machine.device
-        alone, with_student, with_teacher = (
+        one_layer, with_student, with_teacher = (
             _seconds(steps[name], device, candidate) for name in ("base", "student", "teacher")
         )
-        whole = alone + (student.layers - 1) * (with_student - alone)
-        whole += max(0, teacher.layers - 1) * (with_teacher - alone)
+        all_layers = one_layer + (student.layers - 1) * (with_student - one_layer)
+        all_layers += max(0, teacher.layers - 1) * (with_teacher - one_layer)
         share = candidate.micro_batches / candidate.pipeline
-        computing = whole * share
+        computing = all_layers * share
         # each layer has two sums over tensor ranks in forward, and two in backward
         widths = (6 if candidate.recompute else 4) * student.layers * student.width
         summed = 2 * (widths + 2 * teacher.layers * teacher.width) * 2 * candidate.rows * self.row / candidate.context

@@ -44,7 +44,8 @@ class Plan:
     """The dry run of a layout: the counts of its ranks by name.
 
     has_tower: whether a model has a vision tower; the dry run has no images.
-    completions: an on-policy run's completions of a step in words. overrides: the configuration's overrides.
+    completions: the completions of a step in words, for an on-policy run.
+    overrides: the overrides of the configuration that give this layout.
     """
 
     machine: Machine

@@ -18,14 +18,18 @@ _PASSES = {"allreduce": 2.0, "all_reduce": 2.0}
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 #: the axes whose messages FSDP overlaps with computation
 _OVERLAPPED = frozenset(("shard", "replicate"))
-#: the time of a schedule's bubble, relative to the time of one micro-batch on a stage, for each stage but one
+#: the time of a schedule's bubble, relative to the time of one micro-batch on a stage, for each stage after the first
 _BUBBLES = {"interleaved": 1 / 2, "zero_bubble": 1 / 6, "zbv": 0.0}
 
 
 @dataclass(frozen=True)
 class LayoutSize:
-    """The layout of a plan. degrees: the degree of each axis. stages: the number of pipeline stages on all ranks.
-    schedule: the pipeline's schedule. last_rank: the pipeline's rank that has the last stage.
+    """The layout of a plan.
+
+    degrees: the degree of each axis.
+    stages: the number of pipeline stages on all ranks.
+    schedule: the pipeline's schedule.
+    last_rank: the pipeline's rank that has the last stage.
     """
 
     degrees: Mapping[str, int]
@@ -119,9 +123,12 @@ class RankTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted step. times: the ranks' times by name. slowest: the name of the rank for which all others wait.
-    bubble: the share of the step in which a rank of the pipeline waits. model_share: the model's operations without
-    recomputation, as a share of the peak (MFU).
+    """The predicted step.
+
+    times: the ranks' times by name.
+    slowest: the name of the rank for which all others wait.
+    bubble: the share of the step in which a rank of the pipeline waits.
+    model_share: the model's operations without recomputation, as a share of the peak (MFU).
     """
 
     times: Mapping[str, RankTime]

@@ -61,8 +61,10 @@ STUDENT_ACTIVATIONS, TEACHER_ACTIVATIONS, OBJECTIVE, BATCH = "activations", "tea
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """A rank whose steps are run. config: the configuration, with `parallel.fsdp` set. document_tokens: the length of
-    the documents that fill the packed rows.
+    """A rank whose steps are run.
+
+    config: the configuration, with `parallel.fsdp` set.
+    document_tokens: the length of the documents that fill the packed rows.
     """
 
     config: RunConfig
@@ -205,7 +207,7 @@ class _PlannedModels(ModelSources):
     ) -> ModelSource:
         source = super().sharded(section, device, offload=offload, **options)
         purpose = STUDENT if section == "student" else TEACHER
-        # modules start with meta tensors, because they cannot replace fake tensors, to which their mode refers
+        # modules start with meta tensors: they could not replace fake tensors, to which a `FakeTensorMode` refers
         load = partial(self._allocate, purpose, device or self.mesh.device, offload)
         return replace(source, build=unset_fake_temporarily()(source.build), load_weights=load, has_values=False)
 

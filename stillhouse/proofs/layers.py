@@ -62,8 +62,11 @@ _HIDDEN = "hidden states behind "
 def prove_compiled(runner: Runner, subject: Subject, inputs: StageInputs, precision: torch.dtype | None) -> None:
     """Compare compiled and plain layers. Warns of breaks in the compiled graphs. Clears all gradients.
 
-    subject: the runner's models. inputs: inputs with a loss of the student. precision: the dtype of the products; if
-    it is None, the dtype of the weights. Raises ProofError on processes with an error. A collective of all processes.
+    subject: the runner's models.
+    inputs: inputs with a loss of the student.
+    precision: the dtype of the matrix products, or None for the dtype of the weights.
+
+    Raises ProofError on processes with an error. A collective of all processes.
     """
     breaks, probe = counters["graph_break"].copy(), subject.probe
     with evaluating(*runner.decoders), torch.no_grad():
@@ -135,8 +138,8 @@ def layers_compared(
     collective of the processes over which the layers are sharded. Yields errors by layer name, in units of the
     allowed error.
 
-    build: returns the decoder before it was distributed. precision: the dtype of the matrix products; if it is None,
-    the dtype of the hidden states.
+    build: returns the decoder before it was distributed.
+    precision: the dtype of the matrix products, or None for the dtype of the hidden states.
     """
     names = {module: name for name, module in decoder.named_modules()}
     unsharded = build().eval()

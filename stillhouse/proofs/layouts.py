@@ -102,9 +102,9 @@ def prove_runner(
                         prove_logits(decoder, _logit_inputs(runner, decoder))
     _reshard(runner)
     if runner.layout.compile:
-        alone = ProbeForward(runner, {})
+        student_forward = ProbeForward(runner, {})
         forward = ProbeForward(runner, {TEACHER: IN_STAGE} if teacher_in_stages else {})
-        inputs = alone.inputs(alone.micro_batch(), layers.cross_entropies(0))
+        inputs = student_forward.inputs(student_forward.micro_batch(), layers.cross_entropies(0))
         with _raised(runner, student.name):
             layers.prove_compiled(runner, forward, inputs, probe_precision(runner))
         _reshard(runner)
@@ -113,8 +113,8 @@ def prove_runner(
         if any(parameter.requires_grad for _, parameter in runner.named_parameters()):
             # compiled layers do not run the hooks of their modules
             with _raised(runner, student.name), layers_not_compiled():
-                alone = ProbeForward(runner, {})
-                inputs_of = partial(alone.inputs, alone.micro_batch())
+                student_forward = ProbeForward(runner, {})
+                inputs_of = partial(student_forward.inputs, student_forward.micro_batch())
                 runner.summed_over_tensor_ranks = layers.partial_gradients(runner, inputs_of)
 
 

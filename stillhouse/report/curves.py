@@ -95,9 +95,9 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
         firsts = dict.fromkeys(names[:1] for metric in rows for names in matches[metric])
         for first in firsts or [()]:
             for metric in rows:
-                alike = [names for names in matches[metric] if names[:1] == first]
+                same_first = [names for names in matches[metric] if names[:1] == first]
                 is_side = metric.side and metric.key.count("{") == len(first)  # the chart may have another side
-                for names in alike or ([first] if is_side else []):
+                for names in same_first or ([first] if is_side else []):
                     # another side of the chart with the metric's title, or a new chart
                     side = metric.named(*names)
                     new = Chart(side.group, side.title, side.unit, {}, side.log, side.percent)

@@ -162,7 +162,9 @@ class Lane(NamedTuple):
 
 
 class ShownTimeline(NamedTuple):
-    """The timeline that the page shows. first, last: the range of shown steps.
+    """The timeline that the page shows.
+
+    first, last: the range of shown steps.
     start, seconds: the shown time, in seconds of the run.
     waiting: the seconds that the trainer waited in its steps, divided by the seconds of its steps: the mean of
         `speed/waiting`, weighted by the steps' seconds. None if there is no trainer.

@@ -1,5 +1,6 @@
-"""Makes documents of a step's samples and of completions of the dataset, and packs them into micro-batches. A sample
-keeps the columns and the teachers' prefixes of its prompt. N tokens of all documents of the step.
+"""Makes documents of a step's samples and of completions of the dataset, and packs them into micro-batches.
+
+A sample keeps the columns and the teachers' prefixes of its prompt. N tokens of all documents of the step.
 """
 
 import math
@@ -64,7 +65,8 @@ def step_documents(
     parts = [_sample_documents(prompts, samples, rules)] if samples else []
     if len(from_dataset):
         assert dataset is not None
-        documents, weights = dataset.select(from_dataset), list[np.ndarray]()
+        documents = dataset.select(from_dataset)
+        weights: list[np.ndarray] = []
         for number in range(len(documents)):
             targets = documents.targets(number)
             place_N = np.cumsum(targets) - 1
@@ -115,8 +117,8 @@ def _sample_documents(prompts: Documents, samples: Sequence[Sample], rules: Targ
 
 
 def _position_weights(count: int, rules: TargetRules) -> np.ndarray:
-    """The weights of the targets of a completion, [count] float32. No weight is 0: the loss's normaliser counts
-    non-zero weights, so it does not depend on the decay.
+    """The weights of the targets of a completion, [count] float32. No weight is 0, so that the loss's normaliser,
+    which counts non-zero weights, does not depend on the decay.
     """
     weights_N = np.power(rules.position_decay, np.arange(count, dtype=np.float64))
     return np.maximum(weights_N, np.finfo(np.float32).tiny).astype(np.float32)
@@ -125,8 +127,9 @@ def _position_weights(count: int, rules: TargetRules) -> np.ndarray:
 @dataclass(frozen=True)
 class StepPacker:
     """Packs documents that begin with prompts. A packed sequence has at most `prompts.max_tokens` tokens.
-    micro_batch_tokens: the maximum number of tokens of a micro-batch. by_length: whether a micro-batch is one
-    sequence of documents of similar lengths (see `PackedSequences`).
+
+    micro_batch_tokens: the maximum number of tokens of a micro-batch.
+    by_length: whether a micro-batch is one sequence of documents of similar lengths (see `PackedSequences`).
     """
 
     prompts: PackedSequences
@@ -142,9 +145,10 @@ class StepPacker:
         return student.shard(packed, training=training)
 
     def micro_batches(self, documents: Documents, parts: int = 1) -> PackedMicroBatches:
-        """The micro-batches of some documents. parts: the minimum number of micro-batches, if there are as many
-        documents. Without it, some processes could get none, because completions are often far shorter than
-        `data.max_tokens`.
+        """The micro-batches of some documents.
+
+        parts: the minimum number of micro-batches, if there are as many documents. Without it, some processes could
+            get none, because completions are often far shorter than `data.max_tokens`.
         """
         gaps = self.prompts.gaps
         widths_D = documents.widths(gaps, np.arange(len(documents)))

@@ -71,9 +71,10 @@ class RemoteEngine(Protocol):
 def same_weights(
     before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]], most: float = ROUNDED
 ) -> bool:
-    """Whether the top tokens after the same prompts can come from the same weights, except for rounding. More than
-    half of the ids must be equal; not all, because two tokens may be almost equally likely. The log-probabilities of
-    equal ids must differ by less than `most` nats.
+    """Whether the top tokens after the same prompts can come from the same weights, except for rounding.
+
+    More than half of the ids must be equal; not all, because two tokens may be almost equally likely. The
+    log-probabilities of equal ids must differ by less than `most` nats.
     """
     gaps = [abs(one[1] - other[1]) for one, other in zip(before, now, strict=False) if one[0] == other[0]]
     return len(before) == len(now) and 2 * len(gaps) > len(now) and all(gap < most for gap in gaps)
@@ -100,11 +101,11 @@ class InJobEngine:
         assert copy is None or copy.decoder is generator.decoder, "the generator needs the copy's decoder"
         self.generator, self.version, self._copy = generator, version, copy
         self._ranks = ONE_PROCESS if copy is None else copy.mesh.ranks
-        self._is_alone = self._ranks.size == 1
+        self._is_single_process = self._ranks.size == 1
 
     def complete(self, samples: Samples | None, *kinds: type[BaseException]) -> None:
         """See `JobEngine.complete`. All ranks also raise the ValueError of `InJobEngine.generate`."""
-        if self._is_alone:
+        if self._is_single_process:
             assert samples is not None
             while requests := samples.next_requests():
                 self.generate(requests, samples.inbox)
@@ -131,7 +132,7 @@ class InJobEngine:
         box: the name under which the other ranks send completions as soon as they end; see `EarlyMessages`.
         """
         early: CompletionCallback | None = inbox.put if inbox is not None and inbox.is_early else None
-        if self._is_alone:
+        if self._is_single_process:
             completions = self.generator.generate(requests, self.version, early)
         else:
             self.generator.check(requests)
@@ -168,9 +169,12 @@ class InJobEngine:
 
 
 class StudentCopy:
-    """A full copy of a sharded student on each rank, because transformers' `generate` needs a full model. All ranks
-    must create it together. It has the student's dtype and device.
+    """A full copy of a sharded student on each rank, because transformers' `generate` needs a full model.
+
+    All ranks must create it together. It has the student's dtype and device.
+
     build: returns the full student as `ModelSource.build` does, with arbitrary weights or on the meta device.
+
     Raises ValueError if no rank has a tensor of the copy, and ProofError if the copy's results are wrong.
     """
 
@@ -200,8 +204,9 @@ class StudentCopy:
 
     @torch.no_grad()
     def refresh(self, *, with_frozen: bool = False) -> None:
-        """Copy the trained weights, one tensor at a time; all ranks must call this. with_frozen: also copy frozen
-        weights.
+        """Copy the trained weights, one tensor at a time; all ranks must call this.
+
+        with_frozen: also copy frozen weights.
         """
         held = self._student.stage_weights()
         here = self.mesh.weights.get_local_rank("pipeline")

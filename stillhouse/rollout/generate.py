@@ -39,6 +39,7 @@ class Generator:
     counted_rows: the number of rows of the head over which log-probabilities are normalised, or None for all rows.
     tokenizer: needed only for `sampling.stop`.
     processor: needed only for prompts with media.
+
     Raises ValueError if the model cannot generate, or if there are stop texts but no tokenizer.
     """
 
@@ -76,12 +77,14 @@ class Generator:
     def generate(
         self, requests: Sequence[GenerationRequest], version: int, early: CompletionCallback | None = None
     ) -> list[Completion]:
-        """Return one completion per request, in the order of the requests. Except for rounding, a completion depends
-        on its own request alone.
+        """Return one completion per request, in the order of the requests.
+
+        Except for rounding, a completion depends on its own request alone.
 
         version: the version of the present weights, which is recorded for each token.
         early: is called with each completion as soon as it ends, while other completions of its batch are still
             generated.
+
         Raises the ValueError of `check`, and NotFiniteError, which is a ValueError, if logits are not finite.
         """
         self.check(requests)
@@ -124,8 +127,10 @@ class Generator:
         errors: AbstractContextManager[object] = nullcontext(),  # noqa: B008 it has no state
         early: CompletionCallback | None = None,
     ) -> list[Completion]:
-        """Return the completions of one batch; the caller has called `check`. early: see `generate`. errors: a
-        context manager around the call of the model's own `generate`.
+        """Return the completions of one batch; the caller has called `check`.
+
+        early: see `generate`.
+        errors: a context manager around the call of the model's own `generate`.
         """
 
         def on_end(rows: Sequence[int]) -> None:
@@ -165,10 +170,13 @@ class Generator:
         end: EndOfCompletion,
         media: Mapping[str, Tensor],
     ) -> None:
-        """Call the model's `generate`; `sampler` and `end` record the result. tokens: max_new_tokens.
+        """Call the model's `generate`; `sampler` and `end` record the result.
+
         If a caller of `generate` omits a setting, transformers takes it from the model's `generation_config`, which
         may contain penalties, suppressed tokens and limits. So the model has an empty `generation_config` during the
         call.
+
+        tokens: max_new_tokens.
         """
         watchdog.progress()
         model, dtype = self.decoder.pretrained, self._autocast
@@ -240,9 +248,11 @@ class Generator:
 @torch.no_grad()
 def check_generation(decoder: Decoder, device: torch.device, processor: MediaProcessor | None = None) -> None:
     """Raise ValueError with the model type if the model's `generate` fails or disagrees with the forward pass.
+
     The log-probabilities of completions of two short prompts of different lengths are compared with the
-    log-probabilities of a forward pass without a cache and without padding. processor: the processor of the model's
-    media; if it is given, prompts with media are also completed.
+    log-probabilities of a forward pass without a cache and without padding.
+
+    processor: the processor of the model's media; if it is given, prompts with media are also completed.
     """
     model = decoder.pretrained
     rows = model.get_input_embeddings().weight.shape[0]
@@ -284,6 +294,7 @@ def check_generation(decoder: Decoder, device: torch.device, processor: MediaPro
 def _rounded_once(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Run matrix products in `dtype`, and round each float32 matrix only once in the block instead of once per new
     token.
+
     Autocast keeps rounded copies only of weights that require a gradient, so frozen weights require one in the block.
     Until the end of the block, the copies need half the memory of the float32 matrices.
     """

@@ -1,10 +1,10 @@
 """The prompts of each step, which depend only on the seed and the step's number, and the schedule of their requests.
 
 Each source of prompts has two streams: groups, which are prompts with several samples each, and documents of the
-    dataset. Each epoch of a stream is a permutation of its documents. For each prompt of a step, a draw by weights
-    chooses the source (`PromptDraw`). The source's share then decides between its next group and its next documents
-    of the dataset. So a source has the same streams as in a run with this source alone. Groups and samples are
-    numbered from 0 over all sources.
+dataset. Each epoch of a stream is a permutation of its documents. For each prompt of a step, a draw by weights
+chooses the source (`PromptDraw`). The source's share then decides between its next group and its next documents of
+the dataset. So a source has the same streams as in a run with this source alone. Groups and samples are numbered from
+0 over all sources.
 """
 
 import math
@@ -44,8 +44,12 @@ class PromptSource:
 
 
 class PromptGroup(NamedTuple):
-    """A prompt with its samples. step: the step of the group. source: the number of the source that gives the prompt.
-    number: the number of the group among the groups of its source. prompt: the number of the document.
+    """A prompt with its samples.
+
+    step: the step of the group.
+    source: the number of the source that gives the prompt.
+    number: the number of the group among the groups of its source.
+    prompt: the number of the document.
     """
 
     step: int
@@ -132,8 +136,10 @@ class PromptPlan:
             self._stops.append(len(self._groups))
 
     def _document(self, source: int, size: int, place: int, first_epoch: int) -> int:
-        """The document at a place of a source's stream. size: the number of the stream's documents. first_epoch: the
-        number of the permutation of its first epoch.
+        """The document at a place of a source's stream.
+
+        size: the number of the stream's documents.
+        first_epoch: the number of the permutation of its first epoch.
         """
         epoch, in_epoch = divmod(place, size)
         before, order_D = self._orders.get((source, first_epoch), (-1, None))
@@ -149,8 +155,9 @@ class PromptDraw:
     Of the first n prompts, for every n, a source with the share s gives more than s·n − 1 and fewer than s·n + 1
     (Tijdeman 1980, "The chairman assignment problem"). Some sources may give the next prompt without exceeding the
     upper bound. Of these, the draw takes the source that would be the first to fall below the lower bound. The draw
-    depends only on the weights, and computes with exact fractions when a prompt is needed. weights: above 0, in any
-    unit.
+    depends only on the weights, and computes with exact fractions when a prompt is needed.
+
+    weights: above 0, in any unit.
     """
 
     def __init__(self, weights: Sequence[float]):

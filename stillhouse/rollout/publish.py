@@ -60,8 +60,10 @@ def publish(
     All ranks must call this. Tensors are all-gathered one at a time. One rank of each pipeline stage collects tensors
     until it has `bucket_bytes` of them, and writes them as one file. This version and the previous one stay in the
     folder. All other versions are removed, including versions that a resumed run will publish again.
-    run: the identity of the publishing run. base: the model on which the student's adapter is trained, or None if the
-        student has no adapter. Both are written into the manifest.
+
+    run: the identity of the publishing run, for the manifest.
+    base: the model on which the student's adapter is trained, for the manifest; None if the student has no adapter.
+
     Raises ValueError if transformers must convert several layers at once to save this model, and OSError on all ranks
     if one rank cannot write.
     """
@@ -191,9 +193,13 @@ def _as_saved(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, T
 
 def _buckets(model: PreTrainedModel, shapes: dict[str, Tensor], bucket_bytes: int) -> list[list[list[str]]]:
     """Divide tensors into files. A file is a list of groups; transformers converts the tensors of a group together.
-    shapes: the tensors on the meta device. Most groups have one tensor. If transformers joins tensors of a layer when
-        it saves, such as the query, key and value matrices, the layer is a group. Raises ValueError if it joins
-        several layers.
+
+    Most groups have one tensor. If transformers joins tensors of a layer when it saves, such as the query, key and
+    value matrices, the layer is a group.
+
+    shapes: the tensors on the meta device.
+
+    Raises ValueError if transformers joins tensors of several layers.
     """
     saved = {name: tensor.shape for name, tensor in _as_saved(model, shapes).items()}
 

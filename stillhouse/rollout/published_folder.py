@@ -27,8 +27,11 @@ _AGAIN = "publish the weights again"
 
 
 class AdapterBase(BaseModel):
-    """The model on which an adapter was trained. fingerprint: the hash of the model's files (`model_fingerprint`).
-    dtype: the dtype of its weights in the run. quantize: the quantization of its linear layers, or None.
+    """The model on which an adapter was trained.
+
+    fingerprint: the hash of the model's files (`model_fingerprint`).
+    dtype: the dtype of its weights in the run.
+    quantize: the quantization of its linear layers, or None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -68,8 +71,10 @@ class NoVersionError(ValueError):
 
 
 class PublishedFolder:
-    """A published folder that is being read. sha256: the hash of the manifest. Because the manifest contains the
-    hashes of all files, two folders with the same hash contain the same version of the same run.
+    """A published folder that is being read.
+
+    sha256: the hash of the manifest. Because the manifest contains the hashes of all files, two folders with the same
+        hash contain the same version of the same run.
     """
 
     def __init__(self, path: Path, descriptor: int):

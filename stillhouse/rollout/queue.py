@@ -63,9 +63,10 @@ class RolloutQueue:
         self.taken_times = (0.0, 0.0)
 
     def start(self, step: int) -> None:
-        """Begin all groups that are due at a step, and samples missing after a resume. The engine has the step's
-        weights. Servers get the requests now; an engine in this job must complete `samples` before `collect` is
-        called.
+        """Begin all groups that are due at a step, and samples missing after a resume.
+
+        The engine must have the step's weights. Servers get the requests now; an engine in this job must complete
+        `samples` before `collect` is called.
         """
         for later in range(step, self.schedule.last_requested(step) + 1):
             for group in self.plan.groups(later):
@@ -110,9 +111,10 @@ class RolloutQueue:
         )
 
     def take(self, step: int) -> list[Sample]:
-        """Wait for the samples on which a step trains, and return them in the order of their numbers, with
-        advantages. The choice does not depend on the time that rewards take. Until `trained`, checkpoints still
-        contain these samples.
+        """Wait for the samples on which a step trains, and return them in the order of their numbers.
+
+        The samples have their advantages. The choice does not depend on the time that rewards take. Until `trained`,
+        checkpoints still contain these samples.
         """
         self.wait_for(step)
         groups = sorted(self._chosen(step))
@@ -140,10 +142,11 @@ class RolloutQueue:
         self._trained = {group for group in out_of_turn if before is not None and group > before}
 
     def state(self) -> QueueState:
-        """The state for a checkpoint. After a resume, unfinished samples and rewards are requested again. After a
-        failure of an engine in this job, all samples of several turns are requested again that were requested
-        together. If the finished samples were left out, the engine would get other batches, with other rounding
-        errors.
+        """The state for a checkpoint.
+
+        After a resume, unfinished samples and rewards are requested again. If an engine in this job has failed, all
+        samples of several turns that were requested together are requested again: without those that have finished,
+        the engine would get other batches, with other rounding errors.
         """
         self._keep(self.samples.salvage())
         groups = {group: samples for taken in self._taken.values() for group, samples in taken.items()}
@@ -209,6 +212,7 @@ class RolloutQueue:
 
     def _least(self, step: int) -> dict[int, int]:
         """For each step `until` from this step on: how many of the groups due by `until` this step must train on.
+
         A group is due by `until` if no step after `until` may train on it. The later steps up to and including
         `until` have room for some of the due groups. This step must train on the rest. The number may be negative.
         """

@@ -93,6 +93,7 @@ class Completion:
         temperature.
     versions_N: int32, the version of the weights that generated the token: the number of their optimizer steps.
     finish: "stop" if the completion has ended, "length" if it was cut.
+
     Raises ValueError for arrays of different lengths, no token, or a log-probability that is not finite or above 0.
     """
 

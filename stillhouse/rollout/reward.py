@@ -1,5 +1,7 @@
-"""The reward of a completion, and its advantage over the other completions of its prompt. A reward is a weighted sum
-of parts. A part comes from a function of the user, a server, or the sample's object in the environment.
+"""The reward of a completion, and its advantage over the other completions of its prompt.
+
+A reward is a weighted sum of parts. A part comes from a function of the user, a server, or the sample's object in the
+environment.
 """
 
 import math
@@ -97,8 +99,10 @@ class RewardSum:
         object_reward: Future[float] | None = None,
     ) -> "PendingReward":
         """Request the reward of a completion. Functions in this process raise UserFunctionError at once.
-        source: `file:line` of the record. turns: the pieces of the completion. object_reward: the part that the
-            sample's object gives.
+
+        source: `file:line` of the record.
+        turns: the pieces of the completion.
+        object_reward: the part that the sample's object gives.
         """
         futures = []
         for part in self.parts:
@@ -155,9 +159,11 @@ def with_advantages(
     samples: Sequence[Sample], how: Literal["normalized", "centered"], deviation: Deviation = "population"
 ) -> list[Sample]:
     """Return the samples of one prompt with their advantages: the reward minus the mean reward of the prompt.
+
     "normalized" also divides by the standard deviation of these rewards (Shao et al. 2024, arXiv:2402.03300, section
-    4.1.2), and gives 0 if `rewards_are_equal`. Advantages are 0 if the samples have no rewards. Raises ValueError for
-    centered advantages that float32 cannot represent.
+    4.1.2), and gives 0 if `rewards_are_equal`. Advantages are 0 if the samples have no rewards.
+
+    Raises ValueError for centered advantages that float32 cannot represent.
     """
     raw_rewards = [sample.reward for sample in samples if sample.reward is not None]
     if not raw_rewards:
@@ -186,9 +192,10 @@ def with_advantages(
 
 
 def rewards_are_equal(rewards: Sequence[float]) -> bool:
-    """Whether rewards differ at most by the rounding of the dtype in which they were computed. This dtype is float32
-    if float32 can represent all rewards exactly, as for rewards of a model in float32, and float64 otherwise. If all
-    rewards are whole numbers, such as counts, it is float64, too.
+    """Whether rewards differ at most by the rounding of the dtype in which they were computed.
+
+    This dtype is float32 if float32 can represent all rewards exactly, as for rewards of a model in float32, and
+    float64 otherwise. If all rewards are whole numbers, such as counts, it is float64, too.
     """
     with np.errstate(over="ignore"):
         is_of_float32 = all(float(np.float32(reward)) == reward for reward in rewards)

@@ -75,10 +75,11 @@ class Rollout:
     def __post_init__(self) -> None:
         self._by_student = self.rollouts[0].writer == "student"
         self._ranks, self._taken = self.student.ranks, dict[int, list[Sample]]()
-        self._is_alone = self._ranks.size == 1
+        self._is_single_process = self._ranks.size == 1
 
     def take(self, step: int, timeline: RolloutLog) -> list[Sample]:
         """Return the samples of a step, with rewards and advantages, on all ranks. A collective of all processes.
+
         First, the engine gets the weights of this step and the requests that are due. Except under async, the
         completions for this step are finished before the weights change. All ranks raise the errors of rank 0:
         ValueError, UserFunctionError, and the errors of `errors_of_signals`.
@@ -150,7 +151,7 @@ class Rollout:
         with self.shared() as shared:
             if self.queue is not None:
                 samples = self.queue.take(step)
-                if not self._is_alone:
+                if not self._is_single_process:
                     shared.value = [sample.as_json() for sample in samples]
         if self.queue is None:
             samples = [Sample.from_json(values) for values in shared.value]

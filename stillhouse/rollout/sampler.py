@@ -90,10 +90,13 @@ class TokenSampler(LogitsProcessor):
         return scores_BV.fill_(-torch.inf).scatter_(1, ids_B[:, None], 0.0)
 
     def _sample(self, input_ids_BS: Tensor, scores_BV: Tensor, weights_BV: Tensor) -> Tensor:
-        """Choose a block of `_BLOCK` ids, then an id of this block. weights_BV: exp(scores_BV).
+        """Choose a block of `_BLOCK` ids, then an id of this block.
+
         Both choices take the entry with the largest sum of log-probability and Gumbel noise. A block's probability is
         the sum over its ids. Every block and every id has its own noise. So a rounding difference in the scores, for
         example in another batch or layout, very rarely changes the sampled token.
+
+        weights_BV: exp(scores_BV).
         """
         if self._filters:
             scores_BV = scores_BV.clone()
@@ -120,9 +123,11 @@ class TokenSampler(LogitsProcessor):
 
 
 class EndOfCompletion(StoppingCriteria):
-    """Finds where each completion ends: at an end of sequence, at a stop text, or at its limit of new tokens. Only
-    new tokens are examined, because a prompt may contain ends of sequence and parts of stop texts. on_end: called
-    with the rows that end, after their last token.
+    """Finds where each completion ends: at an end of sequence, at a stop text, or at its limit of new tokens.
+
+    Only new tokens are examined, because a prompt may contain ends of sequence and parts of stop texts.
+
+    on_end: called with the rows that end, after their last token.
     """
 
     def __init__(
@@ -176,6 +181,7 @@ def stop_texts(
 
 def _gumbel(seeds_B2: Tensor, counters_BC: Tensor) -> Tensor:
     """Gumbel noise in float32 for each counter and pair of seeds (all int32).
+
     The noise is −log(−log(1 − u)), where u is uniform. Large noise, which decides a sample, comes from a small u, and
     a small u is exact in float32. A u that rounds to 1 would give −inf, so u is clamped to the largest float32 below
     1. The 31 bits of u are a hash of counter and seeds, and the same on every device.

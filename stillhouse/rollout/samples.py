@@ -226,6 +226,7 @@ class Samples:
 
     def receive(self, seconds: float) -> bool:
         """Take all arrivals, and wait up to `seconds` seconds for the first one; returns whether there was one.
+
         Raises ServerError if no server answers in time, UserFunctionError if a reward or a reply is invalid, and
         OverdueError if one of the user's functions does not return after a signal.
         """

@@ -58,9 +58,12 @@ class Calls(Protocol):
 
 @dataclass(frozen=True)
 class EpisodeCalls:
-    """The calls of one environment, or of tools, by their key and path. They get the turns of a sample as an
-    `Episode`. An episode without turns ends the sample's object. takes_episodes: whether the calls get episodes. An
-    environment that is a function has no state, and needs no episodes.
+    """The calls of one environment, or of tools, by their key and path.
+
+    They get the turns of a sample as an `Episode`. An episode without turns ends the sample's object.
+
+    takes_episodes: whether the calls get episodes. An environment that is a function has no state, and needs no
+        episodes.
     """
 
     calls: Calls
@@ -94,9 +97,11 @@ class TurnReplies(ABC):
     @abstractmethod
     def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
         """The reply to the last turn, which has arrived. The sample ends if the reply is None or has no tokens.
-        sample, future: the argument and the result of `request`. most: only this number of tokens from the beginning
-            of the reply is needed. Raises UserFunctionError if the call has failed, or if a sample cannot have this
-            reply.
+
+        sample, future: the argument and the result of `request`.
+        most: only this number of tokens from the beginning of the reply is needed.
+
+        Raises UserFunctionError if the call has failed, or if a sample cannot have this reply.
         """
 
     def reward(self, sample: SampleTurns) -> Future[float]:

@@ -33,8 +33,12 @@ from stillhouse.user_code.functions import (
 
 
 def user_function(key: str, path: str, full_key: str | None = None) -> UserFunction:
-    """Import a function (see `load_function`). Raises ConfigError if it cannot be used. key: the kind of the
-    function. full_key: the key in the error, or None if it is `key`.
+    """Import a function (see `load_function`).
+
+    key: the kind of the function.
+    full_key: the key in the error, or None if it is `key`.
+
+    Raises ConfigError if it cannot be used.
     """
     with as_config_error(full_key or key):
         return load_function(key, path, function_hint(path))
@@ -46,10 +50,14 @@ def loaded_functions(
     section: RolloutConfig | None,
     rollout_key: Callable[[int, str], str] = lambda _, key: f"rollout.{key}",
 ) -> list[UserFunction]:
-    """Import the functions and classes of the user that these sections name, and return them. Raises ConfigError if a
-    function cannot be used (see `load_function`), or has a state that a checkpoint cannot contain.
-    rollouts: the section rollout for each source of prompts. rollout_key: returns the full key of a source's key.
+    """Import the functions and classes of the user that these sections name, and return them.
+
+    rollouts: the section rollout for each source of prompts.
+    rollout_key: returns the full key of a source's key.
     section: the section rollout itself; eval.prompts has its turns.
+
+    Raises ConfigError if a function cannot be used (see `load_function`), or has a state that a checkpoint cannot
+    contain.
     """
     functions = [user_function(CALLBACKS, path) for path in evaluation.callbacks]
     for function in functions:
@@ -66,8 +74,13 @@ def loaded_functions(
 def _functions_of(
     rollout: RolloutConfig, reward_kind: str, reward_key: str, full_key: Callable[[str], str]
 ) -> list[UserFunction]:
-    """The functions of one source of prompts, or of eval.prompts. Raises the errors of `loaded_functions`.
-    reward_kind: the kind of its rewards. reward_key: their full key. full_key: returns the full key of another key.
+    """The functions of one source of prompts, or of eval.prompts.
+
+    reward_kind: the kind of its rewards.
+    reward_key: their full key.
+    full_key: returns the full key of another key.
+
+    Raises the errors of `loaded_functions`.
     """
     environment = environment_of(rollout, full_key)
     rewards = [part.name for part in reward_parts(rollout.reward) if part.is_function]
@@ -129,8 +142,10 @@ class CompletionCalls:
         compare_first: bool = False,
     ):
         """rollouts, samplings: the section rollout and the sampling settings for each source of prompts.
-        reward_key: the key of the configuration that has the rewards. compare_first: whether the first call of each
-            reward is repeated, to warn about a reward that depends on more than its arguments.
+
+        reward_key: the key of the configuration that has the rewards.
+        compare_first: whether the first call of each reward is repeated, to warn about a reward that depends on more
+            than its arguments.
         """
         rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]
         environments = [environment_of(source) for source in rollouts]

@@ -22,8 +22,10 @@ _SECONDS_TO_SEE = 30.0
 
 def require_same_configuration(values: Mapping[str, Any], ranks: Ranks) -> list[str]:
     """Raise ConfigError on all ranks if their configurations differ; the error names the first different key.
-    values: the configuration by dotted keys. Returns a warning for each library whose version on a rank differs from
-        the version on rank 0.
+
+    Returns a warning for each library whose version on a rank differs from the version on rank 0.
+
+    values: the configuration by dotted keys.
     """
     compared = {key: value for key, value in values.items() if key != "device"}  # each rank may name a different GPU
     if different := _differences(compared, ranks):

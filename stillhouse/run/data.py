@@ -52,6 +52,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     stores: the signal stores, by the keys of the teachers' sections.
     fits_teachers: whether sequences have room for the prompts of teachers in this job. Otherwise, teachers read
         documents one by one.
+
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or the tokenizers.
     """
     data, sections = config.data, config.teacher_sections
@@ -159,6 +160,7 @@ class _Loader:
 
     def splits(self, rollouts: Sequence[RolloutConfig], tools: Sequence[ToolSchemas]) -> dict[str, Documents]:
         """The documents by split: train, eval if documents are held out, dataset if rollouts take a share of it.
+
         rollouts: the section rollout for each source of prompts; empty if the training documents have completions.
         tools: the schemas of the tools of each of these sources.
         """
@@ -244,7 +246,10 @@ def _proven_tools(
     tokenizer: PreTrainedTokenizerBase,
     processor: MediaProcessor | None,
 ) -> ToolSchemas:
-    """The schemas of the tools of one source of prompts. full_key: returns the full key for a key of the source.
+    """The schemas of the tools of one source of prompts.
+
+    full_key: returns the full key for a key of the source.
+
     Raises ConfigError for tools that cannot be used, and for a chat template whose calls cannot be parsed, or which
     cannot write the replies of environments as turns.
     """
@@ -299,8 +304,11 @@ def _load_tokenizers(
     chat_template: str | None,
     stores: Mapping[str, SignalStore],
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """Load the student's tokenizer, and return it with warnings. teachers, stores: by the keys of the teachers'
-    sections. Raises ValueError if a teacher has another tokenizer. Stores without a tokenizer are not compared here.
+    """Load the student's tokenizer, and return it with warnings.
+
+    teachers, stores: by the keys of the teachers' sections.
+
+    Raises ValueError if a teacher has another tokenizer. Stores without a tokenizer are not compared here.
     """
     tokenizer, warnings = _tokenizer("student", student), list[str]()
     if chat_template is not None:
@@ -334,8 +342,11 @@ def _tokenizer(section: str, model: StudentConfig | TeacherConfig) -> PreTrained
 
 
 def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Set the chat template of a tokenizer. source: a file with a template, or another tokenizer. Raises ValueError
-    if there is no template, or if the template cannot render a conversation.
+    """Set the chat template of a tokenizer.
+
+    source: a file with a template, or another tokenizer.
+
+    Raises ValueError if there is no template, or if the template cannot render a conversation.
     """
     require_template(source)
     template: str | dict[str, str] | None
@@ -358,9 +369,11 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
 def _require_same_conversation(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, accepted: Sequence[str], key: str
 ) -> None:
-    """Raise ConfigError if student and teacher have different chat templates or end-of-sequence tokens. The teacher
-    would then score conversations in a format on which it was not trained. accepted: the differences that the user
-    allows; it is the value of `key` in the configuration.
+    """Raise ConfigError if student and teacher have different chat templates or end-of-sequence tokens.
+
+    The teacher would then score conversations in a format on which it was not trained.
+
+    accepted: the differences that the user allows; it is the value of `key` in the configuration.
     """
     if "eos" not in accepted and student.eos_token != teacher.eos_token:
         raise ConfigError(

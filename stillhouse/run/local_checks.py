@@ -30,8 +30,10 @@ Need = Literal["data", "run", "servers"]
 
 
 def check_local(config: RunConfig, needs: Collection[Need]) -> None:
-    """Raise one ConfigError with all mistakes. needs: "data" for data and functions, "run" for the run's folder and a
-    layout, "servers" for servers that already listen.
+    """Raise one ConfigError with all mistakes.
+
+    needs: "data" for data and functions, "run" for the run's folder and a layout, "servers" for servers that already
+        listen.
     """
     data, prompts, teachers = config.data, config.eval.prompts, config.teacher_sections
     models = {"student": config.student, **teachers}
@@ -80,7 +82,7 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
 
 
 def require_writable(out: str) -> None:
-    """Raise ConfigError if a run's folder cannot be written. Creates a temporary folder in it to check this."""
+    """Raise ConfigError if a run's folder cannot be created or written. Creates a temporary folder as a test."""
     folder = Path(out)
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():

@@ -167,6 +167,7 @@ class ModelSources:
 
     def _sharded_student(self) -> ModelSource:
         """The source of this process's shard of the student, whose weights come from files or from `student.init`.
+
         Raises ConfigError if the teacher's layers do not fit the student.
         """
         if (init := self.student.init) is None:
@@ -240,9 +241,11 @@ def load_model(
     autocast: torch.dtype | None = None,
     multimodal: bool = False,
 ) -> Decoder:
-    """Load a model and check that its weights are finite. which: the model's name in error messages. autocast: the
-    dtype of its activations, or None for the dtype of its weights. multimodal: whether the model reads media beside
-    text.
+    """Load a model and check that its weights are finite.
+
+    which: the model's name in error messages.
+    autocast: the dtype of its activations, or None for the dtype of its weights.
+    multimodal: whether the model reads media beside text.
     """
     try:
         decoder = Decoder.from_pretrained(
@@ -265,8 +268,9 @@ def load_model(
 
 
 def _read_layers(decoder: Decoder, folder: str, layers: Sequence[int]) -> None:
-    """Read the weights of the student's layers, and all its other weights, from the teacher's folder. layers: the
-    numbers of the teacher's layers.
+    """Read the weights of the student's layers, and all its other weights, from the teacher's folder.
+
+    layers: the numbers of the teacher's layers.
     """
     with as_config_error(_INIT):
         numbered = numbered_layers(decoder)

@@ -84,7 +84,10 @@ class RunObjective:
         return self.objective.temperature
 
     def in_words(self, stores: Mapping[str, SignalStore]) -> str:
-        """The resolved objective as a sentence, which a run prints first. stores: by the teachers' sections."""
+        """The resolved objective as a sentence, which a run prints first.
+
+        stores: by the teachers' sections.
+        """
         teachers, over = "", ""
         if self.teacher is not None and (self.spec.needs_teacher or any(part.needs_teacher for part in self.parts)):
             store = stores.get("teacher")

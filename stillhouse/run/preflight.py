@@ -1,6 +1,7 @@
-"""The checks of a run that need more than its configuration, ordered by their cost. `build_session` calls
-`check_before_loading` first, and `check_models` after the models are loaded. So each error is reported as early as
-possible.
+"""The checks of a run that need more than its configuration, ordered by their cost.
+
+`build_session` calls `check_before_loading` first, and `check_models` after the models are loaded. So each error is
+reported as early as possible.
 """
 
 import importlib.util
@@ -72,9 +73,10 @@ def check_models(
     decoders: Mapping[str, Decoder], teachers: Mapping[str, TeacherConfig], data: Data, max_tokens: int
 ) -> list[str]:
     """Raise ValueError unless the models fit the data and the student can be saved. Returns warnings.
-    decoders: the student, and the teachers in this job, by the keys of their sections. teachers: all teachers'
-        sections
-    max_tokens: the maximum number of tokens of a document; rows of several documents in `data` may be longer
+
+    decoders: the student, and the teachers in this job, by the keys of their sections.
+    teachers: all teachers' sections.
+    max_tokens: the maximum number of tokens of a document; rows of several documents in `data` may be longer.
     """
     # the student reads the prefixes of teachers that are the student itself
     read_by_student = [section for section, teacher in teachers.items() if teacher.signals_from == "student"]
@@ -111,6 +113,7 @@ def noise_warnings(removed: Collection[str]) -> Iterator[str]:
 
 def require_attention(student: StudentConfig, teachers: Mapping[str, TeacherConfig], device: torch.device) -> None:
     """Raise ConfigError if a model has flash attention, but the device or the installed packages do not support it.
+
     teachers: the teachers' sections, by their keys.
     """
     models: list[tuple[str, StudentConfig | TeacherConfig]] = [("student", student), *teachers.items()]
@@ -138,6 +141,7 @@ def require_models_fit(
     device: torch.device,
 ) -> None:
     """Raise ConfigError if `quantize` or `offload` of a model is impossible under its layout or on the device.
+
     teachers: the teachers' sections, by their keys.
     own_layouts: the layouts of the teachers with the key `parallel`; all other teachers have the student's `layout`.
     """
@@ -150,17 +154,18 @@ def require_models_fit(
         if kind == FP8 and (missing := float8_problem(device)):
             raise ConfigError(f"{section}.quantize", missing)
     for section, teacher in teachers.items():
-        own = own_layouts.get(section, layout)
-        if teacher.offload and (own.degrees.processes > 1 or device.type == "cpu"):
-            require_fsdp(f"{section}.offload", own, device)
+        teacher_layout = own_layouts.get(section, layout)
+        if teacher.offload and (teacher_layout.degrees.processes > 1 or device.type == "cpu"):
+            require_fsdp(f"{section}.offload", teacher_layout, device)
 
 
 def prompt_warnings(
     train: TrainConfig, rollout: RolloutConfig, plan: PromptPlan, max_tokens: int, policies: Iterable[PolicySettings]
 ) -> Iterator[str]:
     """Yield warnings for steps with few prompts if `rollout.prompts_per_step` is not set, for `tokens_per_step`
-    without effect, and for limits of a ratio that is always 1. policies: the policy settings of the terms of the
-    loss.
+    without effect, and for limits of a ratio that is always 1.
+
+    policies: the policy settings of the terms of the loss.
     """
     if rollout.prompts_per_step is not None and train.tokens_per_step != TrainConfig().tokens_per_step:
         yield (
@@ -199,6 +204,7 @@ def same_model_warnings(setup: RunSetup, model_hashes: Mapping[str, str], studen
 
 def evaluation_warnings(evaluation: EvalConfig, rollouts: Sequence[RolloutConfig]) -> Iterator[str]:
     """Yield a warning if completions in training have several turns, and completions of evaluations have one.
+
     rollouts: the section rollout for each source of prompts.
     """
     evaluations = [name for name in ("samples", "tasks") if getattr(evaluation, name)]
@@ -212,7 +218,9 @@ def evaluation_warnings(evaluation: EvalConfig, rollouts: Sequence[RolloutConfig
 
 def schedule_warnings(train: TrainConfig, steps: int, data: Data, *, on_policy: bool) -> Iterator[str]:
     """Yield warnings for a run of few steps, steps with documents of a single teacher, a warm-up that lasts the whole
-    run, and a small `min_learning_rate`. data: in the sequences on which the run trains.
+    run, and a small `min_learning_rate`.
+
+    data: the data, in the sequences on which the run trains.
     """
     tokens = len(data.train.documents.tokens_N)
     if train.steps is None and not on_policy and steps < FEW_STEPS:

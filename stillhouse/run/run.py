@@ -59,6 +59,7 @@ from stillhouse.signals import SignalsLostError
 
 def distill(config: RunConfig) -> Path:
     """Start or resume the run of a configuration, and return the run's folder. A complete run is not changed.
+
     Raises ConfigError for a mistake in the configuration, and ValueError for a mistake in the data or models. Until
     all checks have passed, nothing is written except the empty folder and the files of its lock.
     """
@@ -171,9 +172,11 @@ def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress:
 
 
 def prepare(config: RunConfig, *, announce: bool = True) -> Session:
-    """Load and check everything that the run needs. announce: whether to print the resolved objective and the
-    beginning of each phase. Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the
-    data or models.
+    """Load and check everything that the run needs.
+
+    announce: whether to print the resolved objective and the beginning of each phase.
+
+    Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or models.
     """
     return build_session(RunSetup(with_precision(config)), announce=announce)
 
@@ -266,9 +269,11 @@ def _schedule(data: Data, setup: RunSetup) -> tuple[Schedule, RolloutPlan | None
 def prompt_sources(
     rollouts: Sequence[RolloutConfig], sources: Sequence[SourceConfig], prompts: Documents, dataset: Documents | None
 ) -> list[PromptSource]:
-    """Return the sources of an on-policy run. prompts, dataset: the documents with prompts, and those with
-    completions. rollouts: the section rollout for each source. sources: the sources of data.train; empty for a single
-    source.
+    """Return the sources of an on-policy run.
+
+    prompts, dataset: the documents with prompts, and those with completions.
+    rollouts: the section rollout for each source.
+    sources: the sources of data.train; empty for a single source.
     """
     weights = [source.weight for source in sources] or [1.0]
     dataset_sizes = iter([] if dataset is None else _set_sizes(dataset))
@@ -289,8 +294,11 @@ def _set_sizes(documents: Documents) -> list[int]:
 
 
 def _identity(setup: RunSetup, models: Models, data: Data, model_hashes: dict[str, str]) -> RunIdentity:
-    """The hashes that a resumed run must have. If the run generates completions, they include the values of
-    `COMPLETION_KEYS`. Raises ValueError if these values differ between ranks.
+    """The hashes that a resumed run must have.
+
+    If the run generates completions, they include the values of `COMPLETION_KEYS`.
+
+    Raises ValueError if these values differ between ranks.
     """
     rollout, evaluation = setup.config.rollout, setup.config.eval
     completes = bool(evaluation.samples or evaluation.tasks or evaluation.prompts or evaluation.callbacks)

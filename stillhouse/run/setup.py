@@ -1,5 +1,6 @@
-"""Makes the objects of a run, a dry run (`check`) or a cache from a configuration. `RunSetup` has the full
-configuration. The objects that it makes get only the sections or the values that they need.
+"""Makes the objects of a run, a dry run (`check`) or a cache from a configuration.
+
+`RunSetup` has the full configuration. The objects that it makes get only the sections or the values that they need.
 """
 
 from dataclasses import replace
@@ -40,6 +41,7 @@ class RunSetup:
     """The objects that a configuration describes. A cached property makes its object at the first use.
 
     warnings: a warning for each library whose version differs between ranks; filled by the first use of `ranks`.
+
     Raises ConfigError if the configuration breaks a rule of `check_rules`.
     """
 
@@ -97,8 +99,9 @@ class RunSetup:
 
     @cached_property
     def ranks(self) -> Ranks:
-        """All processes of the job. The first use connects them and is a collective of all processes. Raises
-        ConfigError for an impossible layout, and if the ranks were started with different configurations.
+        """All processes of the job. The first use connects them and is a collective of all processes.
+
+        Raises ConfigError for an impossible layout, and if the ranks were started with different configurations.
         """
         own_layouts, device = self.own_layouts.values(), self.device
         for layout in (self.layout, *own_layouts):
@@ -113,6 +116,7 @@ class RunSetup:
 
     def model_hashes(self) -> dict[str, str]:
         """Fingerprints of the student and of the teachers, by the keys of their sections.
+
         A fingerprint is a hash of the model's files, the commit of a model on the hub, or the identity of a store.
         With `student.init`, the student's fingerprint also depends on the teacher's files, or on the seed of the
         initial weights. A teacher that is the student itself has no fingerprint.
@@ -151,6 +155,7 @@ class RunSetup:
 
     def engine(self, models: ModelSources, layout: Layout) -> tuple[Engine, SignalSource]:
         """Make the engine and the source of the teachers' signals. Each rank reads its own shard of the weights.
+
         Raises ConfigError if a model does not fit its layout.
         """
         config, mesh = self.config, models.mesh
@@ -187,8 +192,9 @@ class RunSetup:
 
 
 def with_precision(config: RunConfig) -> RunConfig:
-    """Replace `train.precision: auto` in the configuration by the best precision of this process's device. The
-    resolved value is compared between ranks and at a resume, so a run never mixes two precisions.
+    """Replace `train.precision: auto` in the configuration by the best precision of this process's device.
+
+    The resolved value is compared between ranks and at a resume, so a run never mixes two precisions.
     """
     if config.train.precision != "auto":
         return config
@@ -203,8 +209,11 @@ def device_of(name: str) -> torch.device:
 
 
 def configured_layout(parallel: ParallelConfig, processes: int, key: str = "parallel") -> Layout:
-    """The layout that a section describes. key: the section's key, for error messages. Raises ConfigError for an
-    impossible layout (see `ParallelConfig.degrees`).
+    """The layout that a section describes.
+
+    key: the section's key, for error messages.
+
+    Raises ConfigError for an impossible layout (see `ParallelConfig.degrees`).
     """
     return Layout(
         Degrees(**parallel.degrees(processes, key)),

@@ -50,8 +50,9 @@ from stillhouse.signals.signal_spec import SignalSpec
 def open_cross_tokenizer(
     section: str, teacher: TeacherConfig, objective: RunObjective, batch_tokens: int
 ) -> CrossTokenizerStore:
-    """Open the store of a teacher with another tokenizer. The store's `start` loads the teacher. Raises ConfigError
-    if the tokenizers cannot be aligned.
+    """Open the store of a teacher with another tokenizer. The store's `start` loads the teacher.
+
+    Raises ConfigError if the tokenizers cannot be aligned.
     """
     student = objective.student
     assert teacher.model is not None
@@ -79,8 +80,11 @@ def require_signals(
     data: Data,
     ranks: Ranks,
 ) -> None:
-    """Raise ConfigError if a signal store does not fit the data or the objective. teachers: all teachers, by the keys
-    of their sections. Servers score some documents here, to prove that they serve the teacher.
+    """Raise ConfigError if a signal store does not fit the data or the objective.
+
+    Servers score some documents here, to prove that they serve the teacher.
+
+    teachers: all teachers, by the keys of their sections.
     """
     route = None if objective.teachers is None else objective.teachers.route
     for section, store in stores.items():
@@ -106,7 +110,10 @@ def require_signals(
 
 
 def _with_completion(documents: Documents, tokens_of_sources: Sequence[int]) -> Documents:
-    """The document that is longest with a completion, extended by it. tokens_of_sources: its tokens by source."""
+    """The document that is longest with its completion, extended by the completion.
+
+    tokens_of_sources: the number of tokens of a completion, by the source of the document.
+    """
     set_D = np.zeros(len(documents), dtype=np.int64) if documents.set_D is None else documents.set_D
     added_D = np.array(tokens_of_sources)[set_D]
     number = int((documents.lengths_D + added_D).argmax())
@@ -147,8 +154,10 @@ def _documents_of(section: str, route: str | None, documents: Documents) -> Docu
 def teacher_of_stages(
     models: ModelSources, teacher: TeacherConfig | None, layout: Layout, store: SignalStore | None, *, head_only: bool
 ) -> ModelSource | None:
-    """The source of the teacher whose layers run in the student's stages, or whose head is on the last stage. It is
-    None if the student's stages need no model of the teacher.
+    """The source of the teacher whose layers run in the student's stages, or whose head is on the last stage.
+
+    It is None if the student's stages need no model of the teacher.
+
     teacher, store: the single teacher, and its signal store if there is one.
     head_only: whether the teacher's layers do not run in the student's stages.
     """
@@ -237,6 +246,7 @@ class TeacherSources:
 
     def _heads(self, teachers: TeachersConfig, unsplit: Mapping[str, Decoder]) -> dict[str, TeacherHead]:
         """The teachers' output heads, by the teachers' names; empty on processes without the student's last stage.
+
         Without FSDP, the heads are in host memory, and each head is copied to a buffer on the device when it is used.
         """
         runner, is_sharded = self.student, self.student.mesh.is_sharded

@@ -18,9 +18,10 @@ GROUP = "stillhouse.environments"
 
 
 class Environment(ABC):
-    """Replies to the turns of the samples of one source of prompts. The entries of the group
-    `stillhouse.environments` are such classes. Workers load their modules, so these import neither torch nor
-    `stillhouse.config` at the top.
+    """Replies to the turns of the samples of one source of prompts.
+
+    The entries of the group `stillhouse.environments` are such classes. Workers load their modules, so these import
+    neither torch nor `stillhouse.config` at the top.
 
     key: the key of the configuration, `rollout.<name of the entry>`, which has a path of a function or a list of
         paths.
@@ -57,8 +58,10 @@ class Environment(ABC):
     @abstractmethod
     def answer(cls, path: str, *, is_limited: bool) -> Callable[..., Any]:
         """Return a function that makes the calls in this process: call(prompt, completion, record, source, episode).
-        is_limited: whether the process has a limit of memory. An error because of this limit is then raised. Raises
-        ValueError if the functions cannot be imported.
+
+        is_limited: whether the process has a limit of memory. An error because of this limit is then raised.
+
+        Raises ValueError if the functions cannot be imported.
         """
 
     def markers(self, tokenizer: Any, processor: Any) -> dict[int, str]:
@@ -111,8 +114,11 @@ def episode_of(arguments: Sequence[Any]) -> Episode | None:
 
 
 def answer_of(key: str, path: str, *, is_limited: bool = False) -> Callable[..., Any]:
-    """Return a function that calls, in this process, the function or environment that a key names. Raises ValueError
-    if it cannot be imported. is_limited: see `Environment.answer`.
+    """Return a function that calls, in this process, the function or environment that a key names.
+
+    is_limited: see `Environment.answer`.
+
+    Raises ValueError if it cannot be imported.
     """
     section, _, name = key.partition(".")
     if section == "rollout" and name in registered(GROUP):  # so a worker imports no other add-on

@@ -75,6 +75,7 @@ class FunctionCalls:
     def request(self, key: str, path: str, *arguments: Any) -> Future[Any]:
         """Start a call, and return the future of its result. arguments: (prompt, completion, record, source); for a
         class also an `Episode`, and for a reward with an argument for turns also the turns.
+
         UserFunctionError is raised if a call fails, or if it has not returned in two workers. In this process it is
         raised at once; with workers, by the future. If the workers are closed, the future is never done.
         """

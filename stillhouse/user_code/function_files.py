@@ -16,7 +16,11 @@ _DYNAMIC = ("globals", "exec", "setattr", "__getattr__", "__path__", "*")
 
 def require_in_file(path: str, hint: str = "") -> None:
     """Raise ValueError if `package.module:function` certainly does not exist, or if its module's text is not valid
-    Python. Only an import can find other mistakes. hint: a text that the error adds if there is no such module.
+    Python.
+
+    Only an import can find other mistakes.
+
+    hint: a text that the error adds if there is no such module.
     """
     module, _, function = path.partition(":")
     if module in sys.modules:
@@ -44,8 +48,11 @@ def require_in_file(path: str, hint: str = "") -> None:
 
 
 def _names(path: str, spec: ModuleSpec) -> set[str]:
-    """All names that a module defines or uses anywhere, or `_DYNAMIC` if they are not known. path: the function's
-    path, for the error. Raises ValueError if the module's text is not valid Python.
+    """All names that a module defines or uses anywhere, or `_DYNAMIC` if they are not known.
+
+    path: the function's path, for the error.
+
+    Raises ValueError if the module's text is not valid Python.
     """
     if spec.origin is None:  # a folder without __init__.py
         return set()

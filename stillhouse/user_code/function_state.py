@@ -60,9 +60,13 @@ class FunctionStates:
         return {name: state_text(function) for name, function in self.with_state.items()}
 
     def load(self, texts: Mapping[str, str], sources: Mapping[str, str], warn: Callable[[str], None]) -> None:
-        """Load the states of a checkpoint. texts, sources: the values of `texts()` and `sources` in the checkpoint.
+        """Load the states of a checkpoint.
+
+        texts, sources: the values of `texts()` and `sources` in the checkpoint.
         warn: prints a line if the source of a module has changed, if a state has no function, or if a function has no
-        state. Raises UserFunctionError if a function does not load its state.
+            state.
+
+        Raises UserFunctionError if a function does not load its state.
         """
         if changed := [name for name, digest in self.sources.items() if sources.get(name, digest) != digest]:
             warn(

@@ -106,9 +106,12 @@ class UserFunction:
         return TURNS in outer or (passes_on and TURNS in inner)
 
     def __call__(self, *arguments: Any, about: str = "", **named: Any) -> Any:
-        """Call the function. about: a text that error messages add, such as the completion. Raises UserFunctionError
-        if the function raises an exception or changes settings of the process, and OverdueError if it does not return
-        after a signal.
+        """Call the function.
+
+        about: a text that error messages add, such as the completion.
+
+        Raises UserFunctionError if the function raises an exception or changes settings of the process, and
+        OverdueError if it does not return after a signal.
         """
         settings = _settings()
         before = {name: read() for name, (read, _) in settings.items()}
@@ -131,9 +134,12 @@ class UserFunction:
 
 
 def load_function(key: str, path: str, hint: str = "") -> UserFunction:
-    """Import the function `package.module:function`, also from modules in the working directory. hint: a text that
-    the error adds if there is no such module. Raises ValueError for a function that cannot be imported, is
-    asynchronous, or does not accept the arguments of its kind.
+    """Import the function `package.module:function`, also from modules in the working directory.
+
+    hint: a text that the error adds if there is no such module.
+
+    Raises ValueError for a function that cannot be imported, is asynchronous, or does not accept the arguments of its
+    kind.
     """
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
@@ -165,7 +171,10 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
 
 
 def load_class(of: UserFunction, methods: Mapping[str, tuple[str, ...]]) -> UserFunction:
-    """Return a class of the user. methods: the methods that it must have, with their parameters; close is optional.
+    """Return a class of the user.
+
+    methods: the methods that it must have, with their parameters; close is optional.
+
     Raises ValueError if the class needs arguments or lacks a method.
     """
     path, made = of.path, of.function
@@ -288,9 +297,11 @@ def about_completion(completion: str, source: str) -> str:
 
 
 class _ForeignCode(AbstractContextManager[object]):
-    """Convert exceptions of the block to UserFunctionError, except OverdueError and Ctrl-C. SystemExit is also
-    converted, because exit code 0 would mean a complete run. what, about: the text before and after the exception in
-    the message.
+    """Convert exceptions of the block to UserFunctionError, except OverdueError and Ctrl-C.
+
+    SystemExit is also converted, because exit code 0 would mean a complete run.
+
+    what, about: the text before and after the exception in the message.
     """
 
     def __init__(self, what: str, about: str = ""):

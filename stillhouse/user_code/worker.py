@@ -41,9 +41,10 @@ _WORKER = (
 
 
 def answer_calls(settings: Mapping[str, Any]) -> NoReturn:
-    """The main function of the process. settings: `descriptor` of the connection; `functions` as pairs of
-    configuration key and path; `memory_bytes`, which the process may allocate in addition to its present memory, or
-    None.
+    """The main function of the process.
+
+    settings: `descriptor` of the connection; `functions` as pairs of configuration key and path; `memory_bytes`,
+        which the process may allocate in addition to its present memory, or None.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         # the run decides when its workers end; programs that a function starts get the default handlers
