@@ -1,6 +1,7 @@
-"""The kinds of sources of a teacher's signals. The kinds register in the group `stillhouse.sources`.
+"""The interface of a kind of source of a teacher's signals, which is an entry of the group `stillhouse.sources`.
 
-A kind is a key of a teacher's section, such as `teacher.url`. The rules between keys follow from the kinds.
+`run/source_kinds.py` has the built-in kinds, except for `url`. A kind is a key of a teacher's section, such as
+`teacher.url`. The rules between keys follow from the kinds.
 """
 
 from collections.abc import Iterable
