@@ -29,7 +29,7 @@ from stillhouse.serving.wire import encode_prompt
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 if TYPE_CHECKING:
-    from stillhouse.serving.servers import HttpServer
+    from stillhouse.serving.client.server_kinds import HttpServer
 
 #: for each document of a request, the signal's tensors
 Scores = list[dict[str, Tensor]]
