@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, product
 
-from stillhouse.config.engines import GROUP as ENGINES
+from stillhouse.config.engine_capabilities import GROUP as ENGINES
 from stillhouse.config.errors import ConfigError, listed
 from stillhouse.config.evaluation_section import EvalPromptsConfig
 from stillhouse.config.explain_errors import loss_hint

@@ -7,7 +7,7 @@ library of its engine.
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stillhouse.config.engines import EngineCapabilities
+from stillhouse.config.engine_capabilities import EngineCapabilities
 
 if TYPE_CHECKING:
     from stillhouse.engine.engine import Engine

@@ -7,7 +7,7 @@ import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from stillhouse.config.engines import EngineCapabilities
+from stillhouse.config.engine_capabilities import EngineCapabilities
 from stillhouse.engine.engine_kind import EngineKind
 
 if TYPE_CHECKING:

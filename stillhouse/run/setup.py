@@ -10,7 +10,7 @@ import torch
 
 from stillhouse.config import ConfigError, ParallelConfig, RunConfig, as_config_error
 from stillhouse.config.check_rules import check_rules
-from stillhouse.config.engines import GROUP, capabilities
+from stillhouse.config.engine_capabilities import GROUP, capabilities
 from stillhouse.config.read_config import dotted_values
 from stillhouse.engine.engine import Engine
 from stillhouse.engine.engine_kind import EngineKind

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.config import RunConfig
-from stillhouse.config.engines import EngineCapabilities, capabilities
+from stillhouse.config.engine_capabilities import EngineCapabilities, capabilities
 from stillhouse.config.read_config import dotted_values
 from stillhouse.data import StepMicroBatches
 from stillhouse.data.media import media_kind

@@ -14,7 +14,7 @@ from kit.runs import contents, run, write_run
 from kit.signal_hooks import kill_at
 from safetensors.torch import load_file
 
-from stillhouse.config.engines import capabilities
+from stillhouse.config.engine_capabilities import capabilities
 from stillhouse.tools.parity import layouts
 
 pytest.importorskip("megatron.core")

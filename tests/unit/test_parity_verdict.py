@@ -10,7 +10,7 @@ import pytest
 from kit.families import build
 
 from stillhouse.config import load_config
-from stillhouse.config.engines import capabilities
+from stillhouse.config.engine_capabilities import capabilities
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
 from stillhouse.objective.spec import ObjectiveSpec
