@@ -1,4 +1,4 @@
-"""The interface of an entry of `stillhouse.engines`, and this project's entry `torch`.
+"""The interface of an entry of `stillhouse.engines`.
 
 An entry is a class. The configuration loads all entries, so the module of an entry imports neither torch nor the
 library of its engine.
@@ -38,17 +38,3 @@ class EngineKind(ABC):
     @abstractmethod
     def engine(self, student: Any, objective: "ObjectiveSpec", **options: Any) -> "Engine":
         """Create the engine for a student of `distribute`; the options are the arguments of `Engine`."""
-
-
-class TorchKind(EngineKind):
-    capabilities = EngineCapabilities("torch")
-
-    def distribute(self, *models: Any, **options: Any) -> "DistributedStudent":
-        from stillhouse.proofs.layouts import build_proven_runner
-
-        return build_proven_runner(*models, **options)
-
-    def engine(self, *models: Any, **options: Any) -> "Engine":
-        from stillhouse.engine.torch_engine import TorchEngine
-
-        return TorchEngine(*models, **options)
