@@ -9,7 +9,8 @@ autograd. In reading order:
     fused_objective.py                   the pass, and its connection to autograd
     tile/chunks.py, tile/tile.py         its loop over chunks, and the work on one chunk
     tile/pointwise.py, tile/statistics.py    the sums over the vocabulary, and the statistics of each row
-    parameters.py, expression.py, spec.py    a run's objective as text, without torch, and its terms for a batch
+    divergence_parameters.py, policy_parameters.py    the arguments in an objective's text, without torch
+    expression.py, spec.py               a run's objective as text, without torch, and its terms for a batch
 
 The other files each add one kind of term, signal or check. `vocab.py` has the only collectives. The names are
 imported at their first use, so that a run's objective is checked as text before torch is imported.

@@ -31,8 +31,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stillhouse.objective.divergence_parameters import Parameters, require_weight, shortest
 from stillhouse.objective.numerics import excess, expect, log_ratio
-from stillhouse.objective.parameters import Parameters, require_weight, shortest
 
 
 class Pivot(NamedTuple):

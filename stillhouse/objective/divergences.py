@@ -16,6 +16,16 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence, KullbackLeibler, Sides, sides
+from stillhouse.objective.divergence_parameters import (
+    PARAMETERS,
+    AlphaBetaParameters,
+    ForwardKLParameters,
+    JensenShannonParameters,
+    ReverseKLParameters,
+    SkewForwardKLParameters,
+    SkewReverseKLParameters,
+    TotalVariationParameters,
+)
 from stillhouse.objective.expression import Summand, parse_sum, unknown_name
 from stillhouse.objective.numerics import (
     NEAR,
@@ -27,16 +37,6 @@ from stillhouse.objective.numerics import (
     log_ratio,
     polynomial,
     terms,
-)
-from stillhouse.objective.parameters import (
-    PARAMETERS,
-    AlphaBetaParameters,
-    ForwardKLParameters,
-    JensenShannonParameters,
-    ReverseKLParameters,
-    SkewForwardKLParameters,
-    SkewReverseKLParameters,
-    TotalVariationParameters,
 )
 
 
@@ -228,7 +228,7 @@ def _power(log_probability: Tensor, exponent: float) -> Tensor:
     return torch.exp(exponent * log_probability)
 
 
-#: the divergences by their names in expressions; `parameters.py` has the parameters of the same names
+#: the divergences by their names in expressions; `divergence_parameters.py` has the parameters of the same names
 DIVERGENCES: dict[str, type[Divergence]] = {
     kind.definition.name: kind
     for kind in (

@@ -4,11 +4,12 @@
     0.9*forward_kl + 0.1*skew_reverse_kl(alpha=0.1)
     policy_gradient(clip_low=0.2, surrogate=cispo) + 0.1*sampled_kl(k3)
 
-A name is a divergence (`parameters.py`), `cross_entropy(label_smoothing=…)`, `z_loss` or `entropy` (an entropy bonus
-has a negative coefficient). All divergences of the sum become one term. Its name in metrics is their expression.
+A name is a divergence (`divergence_parameters.py`), `cross_entropy(label_smoothing=…)`, `z_loss` or `entropy` (an
+entropy bonus has a negative coefficient). All divergences of the sum become one term. Its name in metrics is their
+expression.
 
 Two more terms train on sampled tokens of a batch of rollouts: `sampled_kl(k2)` or `sampled_kl(k3)`, and
-`policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `parameters.py`. In such a batch,
+`policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `policy_parameters.py`. In such a batch,
 cross-entropy and z-loss count only at the other tokens. Divergences and the entropy are exact for any token, so they
 count at all tokens.
 
@@ -28,7 +29,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from stillhouse.objective.parameters import PARAMETERS, DivergenceKinds, policy_fields, require_weight
+from stillhouse.objective.divergence_parameters import PARAMETERS, DivergenceKinds, require_weight
+from stillhouse.objective.policy_parameters import policy_fields
 
 Made = TypeVar("Made")
 Words = Mapping[str, Collection[str]]

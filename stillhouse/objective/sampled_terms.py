@@ -23,7 +23,7 @@ from torch import Tensor
 
 from stillhouse.objective.expression import check_estimator
 from stillhouse.objective.numerics import expect
-from stillhouse.objective.parameters import Surrogate
+from stillhouse.objective.policy_parameters import Surrogate
 from stillhouse.objective.row_temperatures import RowTemperatures, Temperatures, distinct_temperatures, select_rows
 from stillhouse.objective.signals import check_temperature
 from stillhouse.objective.terms import LabelTerm, check_scale, labelled

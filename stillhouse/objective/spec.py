@@ -7,11 +7,12 @@ from typing import Literal
 from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence, weighted_parts
+from stillhouse.objective.divergence_parameters import PARAMETERS, DivergenceKinds
 from stillhouse.objective.divergences import DIVERGENCES, weighted_sum
 from stillhouse.objective.expression import expression_fields
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.metrics import ADVANTAGES, OLD_LOG_PROBS, SAMPLING
-from stillhouse.objective.parameters import PARAMETERS, DivergenceKinds, PolicySettings
+from stillhouse.objective.policy_parameters import PolicySettings
 from stillhouse.objective.row_temperatures import RowTemperatures, Temperatures, distinct_temperatures, term_options
 from stillhouse.objective.sampled_terms import (
     NO_CORRECTION,

@@ -26,7 +26,7 @@ from stillhouse.loops.session import Data
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.models.forward_modes import noise_of
 from stillhouse.models.quantized import FP8, float8_problem
-from stillhouse.objective.parameters import PolicySettings
+from stillhouse.objective.policy_parameters import PolicySettings
 from stillhouse.output.tracking import require_trackers
 from stillhouse.parallel import Layout
 from stillhouse.rollout import PromptPlan

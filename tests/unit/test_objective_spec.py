@@ -23,7 +23,7 @@ from stillhouse.objective import (
     parse_divergence,
 )
 from stillhouse.objective.metrics import ADVANTAGES, OLD_LOG_PROBS
-from stillhouse.objective.parameters import PolicySettings
+from stillhouse.objective.policy_parameters import PolicySettings
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 

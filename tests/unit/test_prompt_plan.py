@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 from stillhouse.config import RolloutConfig, TrainConfig
-from stillhouse.objective.parameters import PolicySettings
+from stillhouse.objective.policy_parameters import PolicySettings
 from stillhouse.rollout import PromptPlan, PromptSource
 from stillhouse.rollout.plan import PromptDraw
 from stillhouse.run.preflight import prompt_warnings

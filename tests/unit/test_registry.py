@@ -11,8 +11,8 @@ from kit.add_ons import write_distribution
 from kit.runs import ROOT
 
 from benchmarks import gpu
+from stillhouse.objective.divergence_parameters import PARAMETERS
 from stillhouse.objective.divergences import DIVERGENCES
-from stillhouse.objective.parameters import PARAMETERS
 from stillhouse.registry import GROUPS, load_all, registered
 
 CSV = {"stillhouse.trackers": {"csv": "curves:Csv"}}
