@@ -28,7 +28,7 @@ from stillhouse.models.load_proof import compare
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import DecoderHead, Layout, Mesh, ModelSource, NextTokens, StageInputs, load_head
 from stillhouse.parallel.backbone_cut import require_cuttable
-from stillhouse.parallel.layer_loss_interface import MtpLayersRun
+from stillhouse.parallel.layer_loss import MtpLayersRun
 from stillhouse.parallel.run_layout import SCHEMES
 from stillhouse.parallel.stages import keep_layers
 from stillhouse.proofs.layouts import prove_heads

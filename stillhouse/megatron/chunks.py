@@ -48,11 +48,11 @@ from stillhouse.models.adapter import is_lora
 from stillhouse.models.document_packing import ROWS
 from stillhouse.models.families import LogitRule
 from stillhouse.models.layer_hooks import Current
-from stillhouse.models.layer_losses import RouterBalance
 from stillhouse.models.processors import full_vocab
+from stillhouse.models.router_balancing import RouterBalance
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Mesh, ModelSource, StageInputs
-from stillhouse.parallel.layer_loss_interface import LayerLoss
+from stillhouse.parallel.layer_loss import LayerLoss
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from stillhouse.megatron.rows import context_positions
 from stillhouse.models import Activations, varlen
-from stillhouse.models.layer_losses import RouterBalance
-from stillhouse.parallel.layer_loss_interface import LayerLoss
+from stillhouse.models.router_balancing import RouterBalance
+from stillhouse.parallel.layer_loss import LayerLoss
 
 
 def _device(config: TransformerConfig) -> Any:

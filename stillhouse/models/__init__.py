@@ -4,8 +4,8 @@ from stillhouse.models.adapter import add_lora, initialize_lora, without_lora
 from stillhouse.models.decoder import Decoder
 from stillhouse.models.families import add_end_ids, eos_ids, read_end_ids
 from stillhouse.models.forward_modes import evaluating
+from stillhouse.models.hidden_states import HiddenMatchLoss, HiddenPair, match_hidden
 from stillhouse.models.layer_hooks import recorded
-from stillhouse.models.layer_losses import HiddenMatchLoss, HiddenPair, RouterAuxLoss, balance_routers, match_hidden
 from stillhouse.models.lm_head import OutputProcessor
 from stillhouse.models.load_proof import prove_decoder
 from stillhouse.models.model_checks import (
@@ -17,6 +17,7 @@ from stillhouse.models.model_checks import (
     warn_of_positions,
 )
 from stillhouse.models.quantized import element_count, quantized_identity, weight_bytes
+from stillhouse.models.router_balancing import RouterAuxLoss, balance_routers
 from stillhouse.models.varlen import Activations
 from stillhouse.models.vision_language import train_parts
 from stillhouse.models.weight_files import model_fingerprint

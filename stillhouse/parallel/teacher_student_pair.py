@@ -23,7 +23,7 @@ from stillhouse.models.vision_language import MEDIA_ARGUMENT
 from stillhouse.objective import FullVocab, OutputHead, Signal, Signals, StudentHidden, detached
 from stillhouse.objective.signals import RowIndex
 from stillhouse.parallel import watchdog
-from stillhouse.parallel.layer_loss_interface import LayerLosses
+from stillhouse.parallel.layer_loss import LayerLosses
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
 from stillhouse.parallel.apply.compiled_layers import layers_not_compiled
 from stillhouse.parallel.apply.context_parallel import NextTokens, gather_sequences
 from stillhouse.parallel.build_runner import build_runner
-from stillhouse.parallel.layer_loss_interface import MtpLayersRun
+from stillhouse.parallel.layer_loss import MtpLayersRun
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.run_layout import Layout
 from stillhouse.parallel.runner import Runner, reshard

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from stillhouse.config import ConfigError
 from stillhouse.loops.session import Session
 from stillhouse.models import Decoder, HiddenPair, match_hidden
+from stillhouse.models.hidden_states import HiddenMatch
 from stillhouse.models.layer_hooks import numbered_layers
-from stillhouse.models.layer_losses import HiddenMatch
 from stillhouse.parallel.stages import Stage, require_pairs
 
 PAIRS: list[dict[str, Any]] = [

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, OlmoeConfig, PreTrainedConfig, Qw
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from stillhouse.models import Decoder, RouterAuxLoss, add_lora, balance_routers, initialize_lora
-from stillhouse.models.layer_losses import RouterBalance
+from stillhouse.models.router_balancing import RouterBalance
 
 ROWS, TOKENS, COEFFICIENT = 3, 11, 0.7
 SHAPE: dict[str, Any] = {"vocab_size": 251, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 2}

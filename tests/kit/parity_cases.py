@@ -25,7 +25,7 @@ from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import HiddenPair, initialize_lora
 from stillhouse.models.decoder import HEAD_WEIGHT
 from stillhouse.models.dtensors import gathered_tensor, local
-from stillhouse.models.layer_losses import HIDDEN
+from stillhouse.models.hidden_states import HIDDEN
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective

@@ -9,7 +9,7 @@ from kit.families import FAMILIES, build
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, match_hidden
-from stillhouse.models.layer_losses import HiddenMatch
+from stillhouse.models.hidden_states import HiddenMatch
 
 VOCABULARY = 251
 SHAPE: dict[str, Any] = {

@@ -1,10 +1,11 @@
 """The losses beside the objective. They are computed inside the student's layers or at its MTP depths.
 
-A loss is a subclass of `LossPart`, and an entry of the group `stillhouse.parts` (`engine/loss_kinds.py`).
+A loss is a subclass of `LossPart`, and an entry of the group `stillhouse.parts` (`engine/part_kinds.py`).
 """
 
-from stillhouse.engine.losses.layer_losses import ROUTER_LOSS, HiddenStates, RouterBalancing
+from stillhouse.engine.losses.hidden_states import HiddenStates
 from stillhouse.engine.losses.loss_part import LossPart, LossSections
 from stillhouse.engine.losses.mtp import MtpLoss
+from stillhouse.engine.losses.router_balancing import ROUTER_LOSS, RouterBalancing
 
 __all__ = ["ROUTER_LOSS", "HiddenStates", "LossPart", "LossSections", "MtpLoss", "RouterBalancing"]

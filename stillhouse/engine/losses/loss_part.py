@@ -12,7 +12,7 @@ from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import ObjectiveOutput, OutputHead
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import DistributedStudent
-from stillhouse.parallel.layer_loss_interface import LayerLosses
+from stillhouse.parallel.layer_loss import LayerLosses
 
 
 @dataclass(frozen=True)

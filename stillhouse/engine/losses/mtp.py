@@ -28,7 +28,7 @@ from stillhouse.objective.divergences import total_variation
 from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, read_objective
 from stillhouse.parallel import DistributedStudent, NextTokens
-from stillhouse.parallel.layer_loss_interface import MtpLayersRun
+from stillhouse.parallel.layer_loss import MtpLayersRun
 from stillhouse.registry import load_all
 
 #: the prefix of a depth's metrics: mtp_1/forward_kl is the forward KL of depth 1

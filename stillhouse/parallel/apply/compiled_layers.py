@@ -20,8 +20,8 @@ from torch._dynamo.exc import TorchDynamoException
 
 from stillhouse.display import first_line
 from stillhouse.models import Decoder, ProofError
-from stillhouse.models.layer_losses import RouterBalance
 from stillhouse.models.model_checks import typename
+from stillhouse.models.router_balancing import RouterBalance
 
 Forward = Callable[..., Any]
 

@@ -1,33 +1,19 @@
-"""The losses inside layers (`models/layer_losses.py`) as parts of the step's loss."""
+"""The loss between hidden states (`models/hidden_states.py`) as a part of the step's loss."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Self
 
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
 from stillhouse.config import StudentConfig, TeacherConfig, as_config_error
 from stillhouse.data import MicroBatch
 from stillhouse.engine.losses.loss_part import LayerTerm, LossPart, LossSections
-from stillhouse.models import (
-    Decoder,
-    HiddenMatchLoss,
-    HiddenPair,
-    RouterAuxLoss,
-    balance_routers,
-    match_hidden,
-    recorded,
-)
+from stillhouse.models import Decoder, HiddenMatchLoss, HiddenPair, match_hidden, recorded
 from stillhouse.models.families import text_config
-from stillhouse.models.layer_losses import HiddenMatch, RouterBalance
+from stillhouse.models.hidden_states import HiddenMatch
 from stillhouse.models.pretrained import read_configuration
 from stillhouse.parallel import DistributedStudent
-from stillhouse.parallel.layer_loss_interface import HookedLoss
-
-#: the key of the routers' load-balancing loss among a step's sums
-ROUTER_LOSS = "router_aux"
+from stillhouse.parallel.layer_loss import HookedLoss
 
 
 @dataclass(frozen=True)
@@ -74,40 +60,3 @@ class _LayersOfStage(HookedLoss):
 
     def during_teacher(self, teacher: Decoder) -> AbstractContextManager[None]:
         return recorded(teacher, {pair.teacher for pair in self.module.pairs}, self.loss.teacher_BSE)
-
-
-@dataclass(frozen=True)
-class RouterBalancing(LossPart):
-    """The load-balancing loss of the student's routers. group: see `MtpLoss`."""
-
-    coefficient: float
-    group: ProcessGroup | None = None
-
-    key = "objective.router_aux_loss"
-
-    @classmethod
-    def from_config(cls, sections: LossSections) -> Self | None:
-        coefficient = sections.objective.router_aux_loss
-        return cls(coefficient) if coefficient else None
-
-    def prepare(self, decoder: Decoder, student: StudentConfig, teacher: TeacherConfig | None) -> None:
-        with as_config_error(self.key):
-            balance_routers(decoder)
-
-    def distributed(self, student: DistributedStudent) -> Self:
-        return replace(self, group=student.mesh.group("context"))
-
-    @property
-    def terms(self) -> Mapping[str, LayerTerm]:
-        return {ROUTER_LOSS: LayerTerm(self.coefficient, f"loss/{ROUTER_LOSS}")}
-
-    def start(self, micro_batch: MicroBatch, student: Decoder, normalizer: float) -> "_RoutersOfStage":
-        targets_B = (micro_batch.labels_T >= 0).view(micro_batch.shape_BS).sum(1)
-        counts_BS = (micro_batch.document_T >= 0).view(micro_batch.shape_BS)
-        loss = RouterAuxLoss(counts_BS, targets_B, self.coefficient / normalizer, self.group)
-        return _RoutersOfStage(student.layer_loss(RouterBalance), loss)
-
-
-class _RoutersOfStage(HookedLoss):
-    def losses(self) -> list[tuple[str, Tensor]]:
-        return [(ROUTER_LOSS, value) for value in self.loss.losses.values()]

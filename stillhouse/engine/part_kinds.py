@@ -50,7 +50,7 @@ class HiddenStatesKind(PartKind):
 
     @classmethod
     def part(cls) -> "type[LossPart]":
-        from stillhouse.engine.losses.layer_losses import HiddenStates
+        from stillhouse.engine.losses.hidden_states import HiddenStates
 
         return HiddenStates
 
@@ -87,6 +87,6 @@ class RouterKind(PartKind):
 
     @classmethod
     def part(cls) -> "type[LossPart]":
-        from stillhouse.engine.losses.layer_losses import RouterBalancing
+        from stillhouse.engine.losses.router_balancing import RouterBalancing
 
         return RouterBalancing
