@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from stillhouse.cli.hub import require_on_hub, settle_offline
+from stillhouse.registry import registered
 
 if TYPE_CHECKING:
     from stillhouse.config import RunConfig
@@ -27,8 +28,10 @@ OPTIONS = {
 #: how the help of a `configured` command shows its arguments
 ARGUMENTS = "[CONFIG] [KEY=VALUE]..."
 EXAMPLE = "--teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data train.jsonl --out runs/a"
-#: suffixes of data files; such a file is never a configuration
-_OF_DATA = (".jsonl", ".csv", ".parquet", ".gz", ".zst", ".arrow", ".txt")
+#: suffixes of data files beside those of the registered readers; such a file is never a configuration
+_OF_DATA = (".gz", ".zst", ".arrow", ".txt")
+#: suffixes that a configuration may have, even if there is a reader for them
+_OF_CONFIGURATIONS = (".json", ".yaml", ".yml")
 #: libraries that transformers and peft import if they are installed
 _NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
@@ -61,7 +64,7 @@ def load_arguments(
         raise misused("an override has no spaces: train.learning_rate=2e-5")
     if len(files) > 1:
         raise misused(f"got {len(files)} configuration files, expected one: {', '.join(files)}")
-    if file is not None and Path(file).suffix in _OF_DATA:
+    if file is not None and is_data(file):
         raise misused(f"{file} is data, not a configuration: write --data {file}")
     if file is not None and not Path(file).exists():
         if Path(file).suffix in (".yaml", ".yml") or "/" in file:
@@ -81,6 +84,12 @@ def load_arguments(
         require_on_hub(models)
     quiet_libraries()
     return config
+
+
+def is_data(file: str) -> bool:
+    """Whether a file has the suffix of a data file. A file of JSON may be a configuration."""
+    readers = (f".{name}" for name in registered("stillhouse.readers"))
+    return Path(file).suffix in {*_OF_DATA, *readers}.difference(_OF_CONFIGURATIONS)
 
 
 def is_override(argument: str) -> bool:
