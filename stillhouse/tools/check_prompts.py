@@ -14,7 +14,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.display import escaped
+from stillhouse.config.section import text_list
+from stillhouse.display import enumerated, escaped
 from stillhouse.loops.greedy_evaluation import greedy_evaluation
 from stillhouse.loops.prompt_evaluation import completed
 from stillhouse.loops.rollout_records import equal_rewards, sample_record
@@ -26,6 +27,7 @@ from stillhouse.parallel import Ranks
 from stillhouse.rollout import Completion, Sample, Samples
 from stillhouse.rollout.reward import mean_and_deviation
 from stillhouse.rollout.rollout import errors_of_signals
+from stillhouse.user_code.environment import environments
 from stillhouse.user_code.functions import REWARD
 
 #: the number of shown characters of a prompt (its end) and of a completion (its beginning)
@@ -47,8 +49,8 @@ def prompt_rows(rollout: RolloutPlan, steps: int) -> Iterator[tuple[str, str]]:
             f"{generated / source.prompts:.2f} passes over {source.prompts:,}",
             f"temperature {source_rollout.temperature:g}",
         ]
-        functions = {"reward": source_rollout.reward, "environment": source_rollout.environment}
-        words += [f"{key} {function}" for key, function in functions.items() if function is not None]
+        functions = {key: text_list(getattr(source_rollout, key)) for key in ("reward", *environments())}
+        words += [f"{key} {enumerated(paths, 'and')}" for key, paths in functions.items() if paths]
         yield f"  {settings.shown_name} ", escaped(", ".join(words))
     dataset = sum(source.dataset for source in sources)
     if not dataset:

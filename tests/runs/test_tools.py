@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils import get_json_schema
 
 from stillhouse.config import ConfigError
-from stillhouse.run.run import distill
+from stillhouse.run.run import distill, prepare
+from stillhouse.tools.check_prompts import prompt_rows
 
 SCHEMAS = [get_json_schema(add)]
 QUESTION = "What is two and two?"
@@ -245,6 +247,13 @@ def test_sources_have_their_tools_and_a_hostile_reply_is_text_that_is_no_target(
     config = write_tool_run(student, tmp_path, monkeypatch, **settings | {"data.train": sources})
     for name in of_sources:
         shutil.copyfile(tmp_path / "train.jsonl", tmp_path / f"{name}.jsonl")
+    with closing(prepare(config)) as session:
+        rows = [row for _, row in prompt_rows(session.rollout, steps=1)]
+    assert [row.partition("temperature 1")[2] for row in rows] == [
+        ", reward run_tools:says_five, tools run_tools:hostile",
+        ", reward environment, tools run_tools:Adder",
+        "",
+    ]
     out = distill(config)
     [figures], samples = rollout_figures(out), by_source(out)
     assert (figures["rollout/hostile/reward"], figures["rollout/adder/reward"]) == (1, 1)
