@@ -1,16 +1,17 @@
-"""Divergences between the probabilities p of a teacher and q of a student, each as two pointwise functions.
+"""Divergences between a teacher's probabilities p and a student's probabilities q, each as two pointwise functions.
 
-    D(p, q)  = Σ_v f(log p_v, log q_v)                  summed over the vocabulary, or over other outcomes v
+    D(p, q)  = Σ_v f(log p_v, log q_v)                  summed over the vocabulary, or over another set of outcomes v
     h_v      = ∂D/∂q_v                                  as if the q_v were independent of each other
     ∂D/∂z_v  = q_v (h_v − Σ_u q_u h_u) / τ              the gradient with respect to the logits z at temperature τ
 
-The functions return q·h instead of h: −p/q overflows where q underflows, but q·(−p/q) = −p does not.
+The code computes q·h instead of h. For forward KL, for example, h = −p/q overflows where q underflows, but
+q·h = −p does not.
 
-Over complete distributions Σ(q − p) is 0. So adding c (q − p) to f, and c to h, changes neither D nor its gradient,
-for any constant c. Each divergence in `divergences.py` names a c with which f is never negative, and f and h are 0
-where p = q. With this c, a small divergence is a sum of small numbers. So it keeps its digits where student and
-teacher are close and both give one token a probability near 1 (`numerics.py`). The pass sums these "balanced"
-functions:
+Over complete distributions, Σ(q − p) is 0. So adding c (q − p) to f, and c to h, changes neither D nor its gradient,
+for any constant c. The docstring of each divergence in `divergences.py` states a c with which f is never negative,
+and f and h are 0 where p = q. With this c, a small divergence is a sum of small numbers, which keeps its digits even
+if student and teacher are close and both give one token a probability near 1 (`numerics.py`). The pass sums these
+"balanced" functions:
 
     balanced        f + c (q − p)
     balanced_slope  q (h + c)
@@ -18,9 +19,10 @@ functions:
 `value` and `weighted_slope` are the textbook's f and q·h, with c = 0. Sums over only a part of the outcomes (a top-k
 signal with the tail "drop") use them, because such sums depend on c.
 
-All inputs are log-probabilities. A probability of zero is a log-probability of −inf: 0·log 0 is 0 here, never NaN,
-and a divergence that is truly infinite (forward KL where the teacher has mass and the student has none) is inf.
-Autograd can differentiate all functions. `reference.py` uses autograd, and tests compare the slopes with its results.
+All inputs are log-probabilities. A probability of zero is a log-probability of −inf. In these functions 0·log 0 is
+0, never NaN, and a divergence that is truly infinite (forward KL where the teacher has mass and the student has none)
+is inf. Autograd can differentiate all functions. `reference.py` computes its gradients with autograd, and tests
+compare them with the slopes.
 """
 
 from abc import abstractmethod
@@ -36,19 +38,19 @@ from stillhouse.objective.numerics import excess, expect, log_ratio
 
 
 class Pivot(NamedTuple):
-    """log q and log(q/p) of a row's argmax outcome, [rows, 1]."""
+    """log q and log(q/p) of the pivot (`Sides`) of each row, [rows, 1]."""
 
     log_q: Tensor
     ratio: Tensor
 
 
 class Sides(NamedTuple):
-    """The probabilities of teacher and student for a set of outcomes, elementwise.
+    """The probabilities p of a teacher and q of a student for the same outcomes, elementwise.
 
-    ratio: log(q/p). It may have more correct digits than log_q − log_p. It may be NaN where p = q = 0, so use it only
-        in products with a probability (`expect`).
-    pivot: an outcome. Divergences whose h is large where p and q are close and near 1 subtract the pivot's h from
-        every h. Over complete distributions this does not change the gradient, for any pivot.
+    ratio: log(q/p), which can have more correct digits than log_q − log_p. It can be NaN where p = q = 0, so use it
+        only in products with a probability (`expect`).
+    pivot: an outcome, usually the most probable one, or None. A divergence whose h is large where p and q are close
+        and near 1 subtracts the pivot's h from every h. Over complete distributions, the gradient stays the same.
     """
 
     log_p: Tensor
@@ -60,7 +62,7 @@ class Sides(NamedTuple):
 
 
 def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Pivot | None = None) -> Sides:
-    """ratio: log(q/p). If it is None, log q − log p is used."""
+    """Return the `Sides` of these log-probabilities. ratio: log(q/p), by default log q − log p."""
     ratio = log_ratio(log_q, log_p) if ratio is None else ratio
     return Sides(log_p, log_q, log_p.exp(), log_q.exp(), ratio, pivot)
 
@@ -69,23 +71,23 @@ def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Pivo
 class Divergence(Parameters):
     """D(p, q) as two pointwise functions. Sums and positive multiples of divergences are divergences.
 
-    A subclass is a frozen dataclass. Its fields are the divergence's parameters.
+    A subclass is a frozen dataclass whose fields are the divergence's parameters.
     """
 
     @abstractmethod
     def balanced(self, pair: Sides) -> Tensor:
-        """f + c·(q − p), elementwise, in nats, never negative; the sum over a complete distribution is D."""
+        """Return f + c·(q − p) ≥ 0, elementwise, in nats. Its sum over a complete distribution is D."""
 
     @abstractmethod
     def balanced_slope(self, pair: Sides) -> Tensor:
-        """q·(∂f/∂q + c), elementwise; c is a number per row that makes the result 0 or small where p = q."""
+        """Return q·(∂f/∂q + c), elementwise. c is one number per row. The result is 0 or small where p = q."""
 
     def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """f(log p, log q), elementwise, in nats."""
+        """Return f(log p, log q), elementwise, in nats."""
         return self.balanced(sides(log_p, log_q))
 
     def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """q·∂f/∂q, elementwise."""
+        """Return q·∂f/∂q, elementwise."""
         return self.balanced_slope(sides(log_p, log_q))
 
     def __add__(self, other: "Divergence") -> "Divergence":
@@ -101,17 +103,18 @@ class Divergence(Parameters):
 
 
 class KullbackLeibler(Divergence):
-    """KL(a‖b), where a is the teacher and b the student, or a the student and b the teacher.
+    """KL(a‖b). Either a is the teacher and b the student, or a is the student and b the teacher.
 
-    Its sums can be computed from unnormalized probabilities and normalized afterwards (`statistics.py`). So a single
-    sweep over the logits and, with vocabulary shards, a single all-gather give these sums and the normalizers.
+    The sums of a KL can be computed from unnormalized probabilities and normalized afterwards (`statistics.py`). So
+    one sweep over the logits gives these sums together with the normalizers, and vocabulary shards need one
+    all-gather.
     """
 
-    #: whether a is the student
+    #: True if a is the student
     student_first: bool
 
     def directed(self, pair: Sides) -> tuple[Tensor, Tensor, Tensor]:
-        """a, b and log(b/a)."""
+        """Return a, b and log(b/a)."""
         return (pair.q, pair.p, -pair.ratio) if self.student_first else (pair.p, pair.q, pair.ratio)
 
     def balanced(self, pair: Sides) -> Tensor:
@@ -124,7 +127,7 @@ class KullbackLeibler(Divergence):
 
 @dataclass(frozen=True)
 class WeightedSum(Divergence):
-    """Σ c_i D_i with every c_i > 0. Its value and slope are the same sums of the parts' values and slopes."""
+    """Σ c_i D_i with every c_i > 0. Its value and slope are the weighted sums of the parts' values and slopes."""
 
     parts: tuple[tuple[float, Divergence], ...]
 

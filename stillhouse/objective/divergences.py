@@ -1,7 +1,7 @@
 """The divergences, one class each, and the table of their names.
 
-E(a, b) = a log(a/b) + b − a. p, q, f, h and the constant c are defined in `divergence.py`. The docstrings here use
-f* = f + c (q − p) and r = log(q/p).
+`divergence.py` defines p, q, f, h and the constant c. The docstrings of this file also use f* = f + c (q − p),
+E(a, b) = a log(a/b) + b − a, and r = log(q/p).
 
 Sources: Jensen–Shannon with a weight: GKD (arXiv 2306.13649); skewed KL: DistiLLM (arXiv 2402.03898).
 """
@@ -70,8 +70,8 @@ class ReverseKL(ReverseKLParameters, KullbackLeibler):
 class JensenShannon(JensenShannonParameters, Divergence):
     """β·KL(p‖m) + (1 − β)·KL(q‖m) with m = βp + (1 − β)q. c = 0, f* = β E(p, m) + (1 − β) E(q, m).
 
-    It tends to 0 for β → 0 and β → 1. `normalized=True` divides by β(1 − β); the result tends to forward KL for β → 0
-    and to reverse KL for β → 1.
+    The divergence tends to 0 for β → 0 and for β → 1. With `normalized=True` it is divided by β(1 − β), and then
+    tends to forward KL for β → 0 and to reverse KL for β → 1.
     """
 
     def balanced(self, pair: Sides) -> Tensor:
@@ -85,7 +85,7 @@ class JensenShannon(JensenShannonParameters, Divergence):
         return -self.weights()[1] * expect(pair.q, m_to_q)
 
     def weights(self) -> tuple[float, float]:
-        """The factors of E(p, m) and E(q, m)."""
+        """Return the factors of E(p, m) and E(q, m)."""
         if self.normalized:
             return 1 / (1 - self.beta), 1 / self.beta
         return self.beta, 1 - self.beta
@@ -99,9 +99,9 @@ class SkewForwardKL(SkewForwardKLParameters, Divergence):
         return excess(pair.p, interpolation(pair.p, pair.q, self.alpha), m_to_p)
 
     def balanced_slope(self, pair: Sides) -> Tensor:
-        """(1 − α) q (m − p) / m, where m − p = (1 − α)(q − p)."""
+        """Return (1 − α) q (m − p) / m, where m − p = (1 − α)(q − p)."""
         gap = difference(pair.p, pair.q, pair.ratio)
-        if self.alpha == 0:  # exact even where q underflows
+        if self.alpha == 0:  # this form is exact even where q underflows
             return gap
         return (1 - self.alpha) ** 2 * (pair.q / interpolation(pair.p, pair.q, self.alpha)) * gap
 
@@ -124,7 +124,7 @@ class SkewReverseKL(SkewReverseKLParameters, Divergence):
         return excess(pair.q, interpolation(pair.p, pair.q, 1 - self.alpha), m_to_q)
 
     def balanced_slope(self, pair: Sides) -> Tensor:
-        """q (t − α (e^t − 1)) = q ((1 − α) t − α (e^t − 1 − t)) for t = log(q/m)."""
+        """Return q (t − α (e^t − 1)) = q ((1 − α) t − α (e^t − 1 − t)) for t = log(q/m)."""
         _, m_to_q = interpolation_logs(pair.log_p, pair.log_q, pair.ratio, 1 - self.alpha)
         slope = (self.alpha - 1) * expect(pair.q, m_to_q)
         if self.alpha == 0:
@@ -142,13 +142,13 @@ class SkewReverseKL(SkewReverseKLParameters, Divergence):
 
 @dataclass(frozen=True)
 class TotalVariation(TotalVariationParameters, Divergence):
-    """½ Σ|p − q|, between 0 and 1. c = 0; the slope at the argmax is subtracted from all slopes."""
+    """½ Σ|p − q|, between 0 and 1. c = 0. The pivot's h (`Sides`) is subtracted from every h."""
 
     def balanced(self, pair: Sides) -> Tensor:
         return 0.5 * difference(pair.p, pair.q, pair.ratio).abs()
 
     def balanced_slope(self, pair: Sides) -> Tensor:
-        """½ q (sign(q − p) − the pivot's sign), so that the result is 0 and not ±½ at the argmax."""
+        """Return ½ q (sign(q − p) − the sign at the pivot). At a pivot with q ≈ 1, this is 0 and not about ±½."""
         sign = torch.sign(pair.ratio)
         return 0.5 * expect(pair.q, sign if pair.pivot is None else sign - torch.sign(pair.pivot.ratio))
 
@@ -163,18 +163,19 @@ class AlphaBeta(AlphaBetaParameters, Divergence):
         α + β = 0          Σ ((p/q)^α − 1 − α log(p/q)) / α²
         α = β = 0          ½ Σ log²(q/p)
 
-    (α, β) = (1, 0) is forward KL, (0, 1) is reverse KL (ABKD, eq. 3). It is an f-divergence only for α + β = 1. For
-    other α + β, merging outcomes may increase it. A negative exponent raises ValueError, because one probability of
-    zero would make the divergence infinite. Only α + β = 0 allows a negative exponent: the divergence is then finite
-    if all logits are finite and (p/q)^α does not overflow. Near a limiting case (α = 0, β = 0 or α + β = 0), the
-    result loses digits: use the limiting case itself.
+    (α, β) = (1, 0) is forward KL, (0, 1) is reverse KL (ABKD, eq. 3). The divergence is an f-divergence only for
+    α + β = 1. For other α + β, merging outcomes can increase the divergence. Negative exponents raise ValueError,
+    because one probability of zero would make the divergence infinite. The only exception is α + β = 0, where the
+    divergence is finite if all logits are finite and (p/q)^α does not overflow. Close to a limiting case (α = 0,
+    β = 0 or α + β = 0), the result loses digits. Use the limiting case itself instead.
     """
 
     def balanced(self, pair: Sides) -> Tensor:
-        """In the general case p^(α+β) (β (e^((α+β)r) − 1 − (α+β)r) − (α+β) (e^(βr) − 1 − βr)) / (αβ(α+β)).
+        """Return f*.
 
-        Where p and q are close, this is computed as a power series in r that begins with r². The terms cancel least
-        if p^(α+β) is factored out for α ≥ β, and q^(α+β) otherwise.
+        In the general case, f* = p^(α+β) (β (e^((α+β)r) − 1 − (α+β)r) − (α+β) (e^(βr) − 1 − βr)) / (αβ(α+β)). Where p
+        and q are close, f* is computed as a power series in r that begins with r². The terms of this series cancel
+        least if p^(α+β) is factored out for α ≥ β, and q^(α+β) for α < β.
         """
         alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
         if alpha == beta == 0:
@@ -198,7 +199,7 @@ class AlphaBeta(AlphaBetaParameters, Divergence):
         return torch.where(near, close, far) / (alpha * beta)
 
     def balanced_slope(self, pair: Sides) -> Tensor:
-        """q·h with h = q^(α+β−1) (1 − (p/q)^α) / α; for α + β > 1, q·(h − the pivot's h).
+        """Return q·h with h = q^(α+β−1) (1 − (p/q)^α) / α or, for α + β > 1, q·(h − the pivot's h).
 
         Without this subtraction, the slope of an outcome with a probability near 1 would outweigh all other slopes.
         """
@@ -220,7 +221,7 @@ class AlphaBeta(AlphaBetaParameters, Divergence):
         return torch.where(is_pivot, 0.0, slope - pair.q * (_power(pair.pivot.log_q, total - 1) * factor))
 
     def _ratio(self, pair: Sides) -> Tensor:
-        """log(q/p); 0 where p = q = 0."""
+        """Return log(q/p), or 0 where p = q = 0."""
         return pair.ratio.masked_fill((pair.log_p == -math.inf) & (pair.log_q == -math.inf), 0.0)
 
 
@@ -228,7 +229,7 @@ def _power(log_probability: Tensor, exponent: float) -> Tensor:
     return torch.exp(exponent * log_probability)
 
 
-#: the divergences by their names in expressions; `divergence_parameters.py` has the parameters of the same names
+#: the classes of divergences by their names in expressions; `divergence_parameters.py` has the classes of parameters
 DIVERGENCES: dict[str, type[Divergence]] = {
     kind.definition.name: kind
     for kind in (
@@ -249,7 +250,7 @@ skew_forward_kl, skew_reverse_kl, alpha_beta = SkewForwardKL, SkewReverseKL, Alp
 def parse_divergence(text: str) -> Divergence:
     """Return the divergence of an expression, for example '0.9*forward_kl + 0.1*jsd(0.5, normalized=True)'.
 
-    Raises ValueError for an unknown name (the message has the nearest known one), wrong arguments, or a weight ≤ 0.
+    Raises ValueError for an unknown name (the message suggests a known name), wrong arguments, or a weight ≤ 0.
     """
     summands = parse_sum(text)
     for summand in summands:
@@ -259,7 +260,7 @@ def parse_divergence(text: str) -> Divergence:
 
 
 def weighted_sum(summands: Sequence[Summand], kinds: Mapping[str, type[Divergence]]) -> Divergence:
-    """Return the sum of one or more named divergences with their coefficients."""
+    """Return the weighted sum of the divergences that the summands name. kinds: the divergence classes by name."""
     parts = [
         summand.coefficient * summand.call(kinds[summand.name], kinds[summand.name].definition.example)
         for summand in summands

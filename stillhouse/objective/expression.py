@@ -5,18 +5,18 @@
     policy_gradient(clip_low=0.2, surrogate=cispo) + 0.1*sampled_kl(k3)
 
 A name is a divergence (`divergence_parameters.py`), `cross_entropy(label_smoothing=…)`, `z_loss` or `entropy` (an
-entropy bonus has a negative coefficient). All divergences of the sum become one term. Its name in metrics is their
-expression.
+entropy bonus has a negative coefficient). All divergences of a sum become one term, whose name in metrics is the
+expression of these divergences.
 
-Two more terms train on sampled tokens of a batch of rollouts: `sampled_kl(k2)` or `sampled_kl(k3)`, and
-`policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `policy_parameters.py`. In such a batch,
-cross-entropy and z-loss count only at the other tokens. Divergences and the entropy are exact for any token, so they
-count at all tokens.
+Two more terms train on the tokens of a batch of rollouts that the student has sampled: `sampled_kl(k2)` or
+`sampled_kl(k3)`, and `policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `policy_parameters.py`.
+In a batch of rollouts, cross-entropy and z-loss count only at tokens that the student has not sampled. Divergences
+and the entropy do not depend on which token was sampled, so they count at all tokens.
 
-Python's own parser reads the text. Only sums, products with a number, names, and calls with literal arguments are
-accepted; nothing is evaluated. Most arguments are numbers, and some are words, such as k3.
+Python's own parser reads the text. Only sums and differences, products with a number, names, and calls with literal
+arguments are accepted; nothing is evaluated. Most arguments are numbers, and some are words, such as k3.
 
-This file needs no torch, so that a misspelt loss is refused before torch is imported.
+This file does not import torch, so that a command refuses a misspelt loss before it imports torch.
 """
 
 import ast
@@ -34,7 +34,7 @@ from stillhouse.objective.policy_parameters import policy_fields
 
 Made = TypeVar("Made")
 Words = Mapping[str, Collection[str]]
-#: the names in the grammar that are not divergences, and other projects' names for them
+#: the names of the grammar that are not divergences, each with other words that users could write for it
 OTHERS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("ce", "nll", "sft", "xent", "hard_loss"),
     "z_loss": (),
@@ -42,9 +42,9 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "sampled_kl": ("k1", "k2", "k3"),
     "policy_gradient": (),
 }
-#: The reason that error messages give for losses, and for keys and values of the configuration, that were removed.
+#: why a loss, or a key or value of the configuration, was removed, for error messages
 NO_GAIN = "removed in November 2026, because it gave no gain (docs/claims.md)"
-#: divergences and terms of earlier versions
+#: the names of divergences and terms that were removed
 REMOVED = ("acceptance", "uld")
 
 
@@ -52,7 +52,7 @@ REMOVED = ("acceptance", "uld")
 class Summand:
     """One summand: `coefficient * name(*arguments, **keywords)`.
 
-    place: the summand's position in the expression, in words; "" if there is no other summand.
+    place: the summand's position in the expression in words, for error messages; "" if there is no other summand.
     """
 
     coefficient: float
@@ -62,15 +62,16 @@ class Summand:
     place: str = field(default="", compare=False)
 
     def call(self, make: Callable[..., Made], example: str = "") -> Made:
-        """Call `make` with the arguments.
+        """Return make(*arguments, **keywords).
 
-        example: valid arguments for the message about a missing argument.
+        example: valid arguments, which the message about a missing argument shows.
 
-        Raises ValueError, with the summand's place, if `make` raises one, or for a wrong number or name of arguments.
+        Raises ValueError for a wrong number or name of arguments, and if `make` raises ValueError. The message ends
+        with the summand's place.
         """
         signature = inspect.signature(make)
         try:
-            for bind in (signature.bind_partial, signature.bind):  # report surplus arguments first
+            for bind in (signature.bind_partial, signature.bind):  # report surplus arguments before missing ones
                 bind(*self.arguments, **dict(self.keywords))
         except TypeError as error:
             missing = re.fullmatch(r"missing a required .*?argument: (.*)", str(error))
@@ -88,10 +89,10 @@ class Summand:
 def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summand]:
     """Return the summands of an expression, in order.
 
-    take_words: for each name with such arguments, the keywords of the arguments that are words; "*" stands for all
-        positional arguments.
+    take_words: for each name that takes words as arguments, the keywords of these arguments; "*" means all positional
+        arguments. All other arguments are numbers.
 
-    Raises a ValueError that quotes the invalid part of the text.
+    Raises ValueError, whose message quotes the invalid part of the text.
     """
     text = text.strip()
     try:
@@ -108,9 +109,9 @@ def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summa
 
 
 def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[dict[str, Any], list[Summand]]:
-    """Return the fields of `ObjectiveSpec` that an expression sets, except its divergence; and the divergences.
+    """Return the fields of `ObjectiveSpec` that an expression sets, without `divergence`, and its divergences.
 
-    kinds: the divergences that the text may name.
+    kinds: the divergences that the text can name.
 
     Raises ValueError for an unknown or repeated name, and for a coefficient that is not finite or, except for
     `entropy`, not positive.
@@ -134,7 +135,9 @@ def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[d
         if name not in ARGUMENTS and (summand.arguments or summand.keywords):
             raise ValueError(f"{name} takes no arguments (in {text!r}); write coefficient*{name}")
     if "z_loss" in others and "cross_entropy" not in others:
-        raise ValueError(f"z_loss without cross_entropy in {text!r}: expected both, it stabilises cross_entropy")
+        raise ValueError(
+            f"z_loss without cross_entropy in {text!r}: expected both, because z_loss stabilises cross_entropy"
+        )
     fields: dict[str, Any] = {name: summand.coefficient for name, summand in others.items()}
     for summand in divergences:
         kind = kinds[summand.name]
@@ -169,11 +172,13 @@ def check_estimator(estimator: str) -> None:
     if estimator == "k1":
         raise ValueError(
             "estimator='k1' as a loss: the expected on-policy gradient of log q − log p at the sampled token is 0; "
-            "expected 'k2' (descends reverse KL) or 'k3' (forward KL). k1 is an advantage: pass log p − log q to "
-            "PolicyGradient"
+            "expected 'k2' (descends reverse KL) or 'k3' (descends forward KL). Use k1 as an advantage: "
+            "policy_gradient(teacher_kl=1), or log p − log q as advantages_T of PolicyGradient"
         )
     if estimator not in ("k2", "k3"):
-        raise ValueError(f"estimator={estimator!r}: expected 'k2' (descends reverse KL) or 'k3' (forward KL)")
+        raise ValueError(
+            f"estimator={estimator!r}: expected 'k2' (descends reverse KL) or 'k3' (descends forward KL)"
+        )
 
 
 def _place(node: ast.expr, text: str) -> str:
@@ -246,5 +251,5 @@ ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
     "sampled_kl": _sampled_kl,
     "policy_gradient": policy_fields,
 }
-#: the arguments that are words (see `parse_sum`)
+#: the arguments that are words, not numbers (`take_words` of `parse_sum`)
 TAKE_WORDS = {"sampled_kl": ("*", "estimator"), "policy_gradient": ("surrogate", "ratio")}

@@ -2,12 +2,13 @@
 
 The pass projects each chunk of tokens once to a tile of logits [C, V]. The terms' gradient with respect to the tile
 (`tile/tile.py`) overwrites the logits, and two matrix products compute the gradients of the hidden states and the
-head. All of this happens in forward, so backward only multiplies by the incoming gradient, and no product is computed
-twice. Over vocabulary shards, each rank does this for its own rows, and an all-gather per chunk (or two, for some
-divergences) collects every rank's sums for each token, while the next chunk's products run.
+head. All of this happens in forward, so backward only multiplies these gradients by the incoming gradient, and no
+product is computed twice. With vocabulary shards, each rank does this for its own rows of the vocabulary. One
+all-gather per chunk (two for some divergences) gives all ranks the sums of every rank for each token, while the
+matrix products of the next chunk run.
 
-The inputs are checked first, and each failure is a ValueError. The values of a tensor are checked only on a CPU,
-because on a GPU the check would have to wait.
+Invalid inputs raise ValueError. The values of a tensor are checked only if the tensor is on a CPU, because a check on
+a GPU would have to wait for the GPU.
 
 T tokens, C rows of a chunk, D student width, V vocabulary (of this rank).
 """
@@ -21,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-# torch.compile must not trace the pass. `_disable_dynamo` is torch.compiler.disable without its imports (1 s)
+# torch.compile must not trace the pass. `_disable_dynamo` prevents it without the imports of torch.compiler (1 s)
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
@@ -43,8 +44,8 @@ class ObjectiveOutput:
     """The result of a pass. All tensors are float32, or float64 for float64 inputs.
 
     `loss`: scalar, Σ_tokens weight · Σ_terms scale · value, divided by the normalizer; differentiable.
-    `metrics`: detached sums over tokens of each term's value and statistics. Each token counts with its weight in the
-        term (the objective's weight times the term's own). The sums are not multiplied by the term's scale and not
+    `metrics`: detached sums over tokens of each term's value and statistics. A token's weight in a sum is the
+        objective's weight times the term's own weight. The sums are not multiplied by the term's scale and not
         divided by the normalizer. The keys depend only on the terms, not on the rows; docs/objective.md lists them.
         Only `chunk_tokens` is not a sum: it is the largest number of rows of a tile.
     `per_token`: detached [T], each term's unweighted value under the term's name; 0 where the token's weight is 0.
@@ -70,11 +71,12 @@ def linear_objective(
 
     weights_T: a weight per token, by default 1. Rows of weight 0 contribute nothing and may contain any values, even
         NaN. The same is true for rows that every term excludes, by the term's own weight or by a negative label.
-    normalizer: the divisor of the sum: the optimizer step's global number of tokens with a non-zero weight.
-    valid_index: the rows with a non-zero weight, int64, each row once; the pass computes only these rows. Without it,
-        the pass finds these rows if weights_T is on a CPU. If weights_T is on a GPU, the pass computes all rows,
-        because the CPU would have to wait for the GPU to find them.
-    chunk_tokens: the rows of a tile. If it is None, a memory budget determines them. Results do not depend on it.
+    normalizer: the divisor of the sum, usually the number of tokens with a non-zero weight in the optimizer step.
+    valid_index: the rows with a non-zero weight, int64, each row once; the pass computes only these rows. If it is
+        None, the pass finds these rows only if weights_T is on a CPU. If weights_T is on a GPU, the pass computes all
+        rows, because finding the rows would have to wait for the GPU.
+    chunk_tokens: the number of rows of a tile, or None for a number that fits a memory budget. The results do not
+        depend on this number.
 
     Over a sharded head, all ranks call this with the same tokens, terms and options. They get the same loss and
     metrics, and each rank gets the weight's gradient for its own rows. Collectives of a chunk: one all-gather of a
@@ -102,13 +104,13 @@ def routed_objective(
     normalizer: float | Tensor = 1.0,
     chunk_tokens: int | None = None,
 ) -> ObjectiveOutput:
-    """Compute `linear_objective` where different rows have different terms, such as those of different teachers.
+    """Compute `linear_objective` with different terms for different rows, for example one group of rows per teacher.
 
     groups: (rows, terms) of each group. The rows are int64, or None for all rows. No row is in two groups. The pass
     requests the next group only when it no longer needs the previous group's terms. All groups add to the same
     gradients. The other arguments are the same as in `linear_objective`.
 
-    Raises ValueError without a group, and all ValueErrors of `linear_objective`.
+    Raises ValueError if there is no group, and where `linear_objective` raises it.
     """
     if not isinstance(head, OutputHead):
         raise ValueError(
@@ -134,9 +136,11 @@ def logits_objective(
     weights_T: Tensor | None = None,
     normalizer: float | Tensor = 1.0,
 ) -> ObjectiveOutput:
-    """Compute a weighted sum of terms from logits [T, V], with a gradient of the same size in memory.
+    """Compute a weighted sum of terms from logits [T, V]. The pass keeps a gradient [T, V] for backward, in
+    the logits' dtype, or in float32 for float16 logits.
 
-    shard: the columns of the vocabulary that the logits contain, or None for all columns.
+    shard: the columns of the vocabulary that the logits contain, or None for all columns. For the other arguments and
+    the errors, see `linear_objective`.
     """
     leaves: Leaves = {"logits_TV": logits_TV}
     check_leaves(leaves)
@@ -155,8 +159,10 @@ def _objective(
     normalizer: float | Tensor,
     chunk_tokens: int | None,
 ) -> ObjectiveOutput:
-    """provide: returns the provider of logits for terms and gradients. The provider adds to these gradients, or to
-    new gradients for None.
+    """Run the pass over all groups, and connect the loss to autograd.
+
+    provide: returns the provider of logits for given terms and gradients. The provider adds to the given gradients;
+    if they are None, it makes new ones.
     """
     tokens = len(_first_leaf(leaves)[1])
     totals, gradients = None, None
@@ -174,7 +180,7 @@ def _objective(
             group_totals = run_chunks(provider, terms, tokens, weights_T, index, chunk_tokens)
             totals = group_totals if totals is None else totals.plus(group_totals)
     if totals is None:
-        raise ValueError("no group of rows: expected at least one, which may be empty")
+        raise ValueError("no group of rows: expected at least one group, which can have no rows")
     with torch.no_grad():
         if isinstance(normalizer, Tensor):
             factor = normalizer.to(provider.device, provider.dtype).reshape(()).reciprocal()
@@ -191,9 +197,9 @@ def _objective(
 class _Attach(torch.autograd.Function):
     """Connects a loss to the gradients that the forward pass has already computed.
 
-    Backward multiplies the gradients, in the dtype in which the provider keeps them, by the incoming gradient and by
-    1 / normalizer, and then rounds them to their leaf's dtype. So a loss scale is applied before a float16 gradient
-    can underflow. With retain_graph, the gradients are kept, and a second backward gives the same result.
+    Backward multiplies each gradient, in the dtype in which the provider keeps it, by the incoming gradient and by
+    1 / normalizer, and then rounds it to the dtype of its leaf. So a loss scale is applied before a float16 gradient
+    can underflow. With retain_graph=True, the gradients are kept, and a second backward gives the same result.
     """
 
     @staticmethod
@@ -213,16 +219,16 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True: the graph would contain these gradients as constants
+        if torch.is_grad_enabled():  # with create_graph=True, the graph would treat these gradients as constants
             raise RuntimeError("an objective has no second derivative: call backward without create_graph")
-        (factor,) = ctx.saved_tensors  # a second backward without retain_graph fails here
+        (factor,) = ctx.saved_tensors  # torch refuses a second backward without retain_graph
         factor = factor * grad_loss
         gradients, dtypes = ctx.gradients, list(ctx.dtypes)
-        # if no second backward follows, multiply in place, because a copy would be as large as the weight
+        # without retain_graph, multiply in place, because a copy would be as large as the weight
         in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
         if in_place:
             ctx.gradients = []
-        # the hidden states' gradient is summed over ranks; a gradient of logits is not, because columns are sharded
+        # the hidden states' gradient is summed over ranks; a gradient of logits is not: each rank has other columns
         is_summed = ctx.shard is not None and len(gradients) > 1
         if is_summed and gradients[0] is not None:
             dtypes[0] = gradients[0].dtype
@@ -232,7 +238,7 @@ class _Attach(torch.autograd.Function):
                 scaled.append(None)
             elif gradient.dtype == dtype:
                 scaled.append(gradient.mul_(factor) if in_place else gradient * factor)
-            else:  # the product is computed in the gradient's dtype, and then rounded
+            else:  # the product is computed in the dtype of the gradient, and then rounded
                 scaled.append(torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype)))
         if is_summed and scaled[0] is not None:
             scaled[0] = reduce_hidden_grad(scaled[0], ctx.shard).to(ctx.dtypes[0])
@@ -257,8 +263,8 @@ def check_device(name: str, tensor: Tensor, first: str, leaf: Tensor) -> None:
     _check_has_data(name, tensor)
     if tensor.device != leaf.device:
         raise ValueError(
-            f"{name} is on {tensor.device}, {first} on {leaf.device}: expected both on one device; move it with "
-            f".to({str(leaf.device)!r})"
+            f"{name} is on {tensor.device}, {first} on {leaf.device}: expected both on one device; move the former "
+            f"with .to({str(leaf.device)!r})"
         )
 
 
@@ -274,13 +280,13 @@ def _check_pass(
     first, leaf = _first_leaf(leaves)
     require_terms(terms)
     if not terms:
-        raise ValueError("no terms: expected at least one of CrossEntropy, Distill, Entropy")
+        raise ValueError("no terms: expected at least one, such as CrossEntropy(labels) or Distill(signal, jsd(0.5))")
     tokens = len(leaf)
     for at, term in enumerate(terms):
         if term.tokens not in (None, tokens):
             raise ValueError(
-                f"terms[{at}] ({term.name}) has {term.tokens} tokens, the student {tokens}; expected one row per "
-                "token on all sides"
+                f"terms[{at}] ({term.name}) has {term.tokens} tokens, the student {tokens}; expected the same "
+                "number, with one row per token"
             )
         for name, tensor in _tensors(f"terms[{at}]", term):
             check_device(name, tensor, first, leaf)
@@ -299,16 +305,18 @@ def _check_pass(
         _check_index(valid_index, tokens)
     is_on_device = isinstance(normalizer, Tensor) and normalizer.device.type != "cpu"
     if not is_on_device and not 0 < float(normalizer) < math.inf:
-        raise ValueError(f"normalizer={normalizer}: expected the positive number of valid tokens of the whole step")
+        raise ValueError(
+            f"normalizer={normalizer}: expected a positive number, such as the number of valid tokens in the step"
+        )
     if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}: expected 1 or more, or None to pick by memory")
+        raise ValueError(f"chunk_tokens={chunk_tokens}: expected 1 or more, or None for a number that fits in memory")
 
 
 def _check_index(valid_index: Tensor, tokens: int) -> None:
     if valid_index.dim() != 1 or valid_index.dtype != torch.int64:
         raise ValueError(
             f"valid_index of shape {tuple(valid_index.shape)} and dtype {valid_index.dtype}: expected row numbers, "
-            "one dim of int64 (a mask's are mask.nonzero()[:, 0])"
+            "one dim of int64 (for a mask, mask.nonzero()[:, 0])"
         )
     _check_has_data("valid_index", valid_index)
     if valid_index.device.type != "cpu" or not len(valid_index):
@@ -318,11 +326,11 @@ def _check_index(valid_index: Tensor, tokens: int) -> None:
         raise ValueError(f"valid_index holds rows {first} to {last}: expected rows from 0 to {tokens - 1}")
     # a repeated row would count twice in the loss and the head's gradient, but once in the hidden states' gradient
     if repeated := len(valid_index) - len(valid_index.unique()):
-        raise ValueError(f"valid_index holds {repeated} of its {len(valid_index)} rows again: expected each row once")
+        raise ValueError(f"valid_index repeats {repeated} of its {len(valid_index)} rows: expected each row once")
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a term, its signals and their heads, with their names."""
+    """Yield the name and the data of each tensor in a term, in its signals and in the heads of its signals."""
     if isinstance(value, Tensor):
         yield name, value
     elif is_dataclass(value):
@@ -336,8 +344,8 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 def _check_has_data(name: str, tensor: Tensor) -> None:
     if tensor.device.type == "meta":
         raise ValueError(
-            f"{name} is on the meta device, which holds no numbers: expected a tensor with its data (load the "
-            "weights of a model that was built on meta before the first pass)"
+            f"{name} is on the meta device, which holds no numbers: expected a tensor with its data (if the "
+            "model was built on meta, load its weights before the first pass)"
         )
 
 

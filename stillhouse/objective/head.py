@@ -1,9 +1,9 @@
-"""The output head as plain tensors: computes logits from hidden states, and gradients back from logit gradients.
+"""The output head as plain tensors: computes logits from hidden states, and gradients of hidden states and weight.
 
     logits = softcap(scale · (hidden Wᵀ + bias)),   softcap(x) = c·tanh(x / c)
 
-C rows of a chunk (T rows in all), D width, V vocabulary (this rank's part of it if the head is sharded). "Rows" of
-a weight are vocabulary entries.
+C rows of a chunk of T tokens, D width, V vocabulary (if the head is sharded, this rank's part of the vocabulary). The
+rows of a weight are vocabulary entries.
 """
 
 import math
@@ -18,7 +18,7 @@ from stillhouse.objective.vocab import VocabShard, check_shard, rows_of
 
 @dataclass(frozen=True, eq=False)
 class OutputHead:
-    """The tensors that compute logits from hidden states. The head module creates this object inside its forward.
+    """The tensors and settings that turn hidden states into logits. A head module creates this object in its forward.
 
     `shard`: the rows of the global head that are in `weight_VD` and `bias`, or None for all rows.
     `vocab_size`: the number of real rows of the global head; the rows after them are padding and get no probability.
@@ -43,13 +43,13 @@ class OutputHead:
         if self.shard is not None:
             check_shard(self.shard, rows)
         elif self.vocab_size is not None and self.vocab_size > rows:
-            raise ValueError(f"vocab_size={self.vocab_size}: expected 1 to {rows}, the rows of the head")
+            raise ValueError(f"vocab_size={self.vocab_size}: expected 1 to {rows}, the number of rows of the head")
         if self.vocab_size is not None and self.vocab_size < 1:
-            raise ValueError(f"vocab_size={self.vocab_size}: expected 1 or more, the rows of the whole vocabulary")
+            raise ValueError(f"vocab_size={self.vocab_size}: expected 1 or more, the size of the whole vocabulary")
         if isinstance(self.scale, bool) or not math.isfinite(self.scale):
             raise ValueError(f"scale={self.scale}: expected a finite number")
         if self.softcap is not None and not 0 < self.softcap < math.inf:
-            raise ValueError(f"softcap={self.softcap}: expected a positive number, or None for none")
+            raise ValueError(f"softcap={self.softcap}: expected a positive number, or None for no softcap")
 
     @property
     def rows(self) -> int:
@@ -57,7 +57,7 @@ class OutputHead:
         return self.weight_VD.shape[0] if self.shard is None else self.shard.rows
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of this rank's rows, [..., V], with plain operations in the hidden states' dtype."""
+        """Return the logits of this rank's rows, [..., V], by plain operations in the hidden states' dtype."""
         logits = torch.nn.functional.linear(hidden, self.weight_VD, self.bias)
         logits = logits * self.scale if self.scale != 1.0 else logits
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
@@ -74,23 +74,27 @@ def common_vocabulary(heads: Sequence[OutputHead], logit_columns: int | None = N
     """Return the number of rows that get probability: the smallest `vocab_size` or row count of these heads.
 
     The heads share a tokenizer, so their row counts differ only in padding (151,936 and 152,064 rows for 151,665
-    tokens). `logit_columns`: the number of columns of logits that were given without a head.
+    tokens). `logit_columns`: the number of columns of logits that have no head, which also limits the result.
+
+    Raises ValueError if the heads have different `vocab_size`, or if a `vocab_size` exceeds a row count.
     """
     stated = {head.vocab_size for head in heads if head.vocab_size is not None}
     if len(stated) > 1:
-        raise ValueError(f"the heads have different vocabularies: vocab_size {sorted(stated)}; expected one number")
+        raise ValueError(
+            f"the heads have different vocabularies: vocab_size {sorted(stated)}; expected the same vocab_size in all"
+        )
     rows = [head.rows for head in heads] + ([] if logit_columns is None else [logit_columns])
     if stated and min(stated) > min(rows):
         raise ValueError(
-            f"vocab_size={min(stated)} on one side, {min(rows)} rows on another; "
-            "expected every side to hold the whole vocabulary"
+            f"vocab_size={min(stated)} in one head, {min(rows)} rows in another head or in the logits; "
+            "expected at least vocab_size rows in all of them"
         )
     return min([*stated, *rows])
 
 
 #: vocabulary rows per CPU thread in one matrix product for logits; larger products are 15 % slower with MKL
 PANEL_ROWS = 512
-#: fast matrix products on a GPU need sizes that are multiples of 16 bytes
+#: matrix products on a GPU are fast only if sizes are multiples of 16 bytes: 8 numbers in half precision
 ALIGNED = 8
 
 
@@ -98,9 +102,9 @@ class Projection:
     """A head prepared for one pass over the tokens: real rows only, weights in the dtype of the matrix products.
 
     Logits are at least float32. On a GPU, half-precision operands keep their dtype, since matrix products accumulate
-    in float32; on a CPU, the weight is converted to float32 once, here.
+    in float32. On a CPU, the weight is converted to float32 once, when this object is made.
 
-    shard: the student's shard, whose rows this rank needs. A teacher's head may be sharded differently (`rows_of`).
+    shard: the student's shard, whose rows this rank needs. A teacher's head can be sharded differently (`rows_of`).
     gradient_dtype: the dtype of the gradient of logits in matrix products.
     """
 
@@ -118,7 +122,7 @@ class Projection:
             self.bias = rows_of(head.bias, head.shard, shard, vocabulary).detach().to(self.compute_dtype)
 
     def logits(self, hidden_CD: Tensor, out_CV: Tensor | None = None) -> Tensor:
-        """Return the logits [C, V] of hidden states [C, D] in the compute dtype, written to `out_CV` if given."""
+        """Return the logits [C, V] of hidden states [C, D] in the compute dtype, in `out_CV` if it is not None."""
         shape = _, vocabulary = len(hidden_CD), len(self.weight_VD)
         logits_CV = hidden_CD.new_empty(shape, dtype=self.compute_dtype) if out_CV is None else out_CV
         hidden_CD = hidden_CD.to(self.operand_dtype)
@@ -137,7 +141,7 @@ class Projection:
         return logits_CV
 
     def hidden_grad(self, operand_CV: Tensor, out_CD: Tensor | None = None) -> Tensor:
-        """Return the gradient of hidden states in the compute dtype, written to `out_CD` if given."""
+        """Return the gradient of the hidden states in the compute dtype, in `out_CD` if it is not None."""
         first, *rest = self._aligned_panels()
         grad_CD = self._matmul(operand_CV[:, first], self.weight_VD[first], out_CD)
         for panel in rest:
@@ -145,12 +149,12 @@ class Projection:
         return grad_CD
 
     def add_weight_grad(self, total_VD: Tensor, operand_CV: Tensor, hidden_CD: Tensor) -> None:
-        """Add operand_CVᵀ hidden_CD to a total in the compute dtype."""
+        """Add operand_CVᵀ hidden_CD to the gradient of the weight, which has the compute dtype."""
         for panel in self._aligned_panels():
             self._add_product(total_VD[panel], operand_CV[:, panel].t(), hidden_CD)
 
     def _aligned_panels(self) -> list[slice]:
-        """Return the vocabulary as slices: on a GPU, a multiple of `ALIGNED` rows, and the few rows after them.
+        """Return slices of the rows: on a GPU, a multiple of `ALIGNED` rows and the rows after it; on a CPU, all.
 
         On an H100, the product for logits took seven times as long with 151,665 rows as with 151,936 (docs/gpu.md).
         """
@@ -161,7 +165,7 @@ class Projection:
         return [slice(0, border), slice(border, rows)]
 
     def _add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """Add left · right to a total in the compute dtype, in place."""
+        """Add left · right in place to a total that has the compute dtype."""
         right = right.to(left.dtype)
         if left.dtype == self.compute_dtype:
             total.addmm_(left, right)

@@ -1,9 +1,9 @@
-"""The student's differentiable log-probabilities of given tokens, and a teacher's, from any signal that has them.
+"""Log-probabilities of given tokens: the student's, which are differentiable, and a teacher's, from its signal.
 
-In an objective over sequences (a sum before an exponential, a mean over a group), the gradient at one token depends
-on all tokens, so forward cannot compute it chunk by chunk. Therefore forward saves only its inputs, and backward
-projects each chunk a second time. A dense teacher's hidden states are projected in chunks, without a gradient. If the
-objective also has a divergence from the same teacher, this teacher's logits are computed twice.
+In an objective over sequences (for example with the exponential of a sum over tokens), the gradient at one token
+depends on all tokens, so forward cannot compute it chunk by chunk. Therefore forward saves only its inputs, and
+backward projects each chunk a second time. A dense teacher's hidden states are projected in chunks, without a
+gradient. If the objective also has a divergence from the same teacher, this teacher's logits are computed twice.
 
 T tokens, D width, V vocabulary, K ids per token.
 """
@@ -61,7 +61,7 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_log_probs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("log-probabilities have no second derivative here: call backward without create_graph")
+            raise RuntimeError("linear_log_probs has no second derivative: call backward without create_graph")
         *saved, labels_T = ctx.saved_tensors
         leaves: list[Any] = [
             None if leaf is None else leaf.detach().requires_grad_(needed)
@@ -95,17 +95,20 @@ def teacher_log_probs(
     signal: `FullVocab`, `DenseLogits`, `Mixture`, or a `TopK` or `Chosen` whose ids include the label.
     vocabulary: the number of tokens with a probability (`common_vocabulary`), or None for all tokens of the teacher.
     shard: the student's shard; needed if `DenseLogits` have only this rank's columns.
-    valid_index: the rows to compute, among them all rows with a label. For None, see `linear_objective`.
+    valid_index: the rows to compute; all rows with a label must be among them. None has the same meaning as in
+        `linear_objective`. Only a signal with hidden states (`FullVocab`) uses these rows.
 
     Collectives: one all-gather per chunk for each `FullVocab` with a sharded head, also in a `Mixture`, and for each
     `DenseLogits` with only this rank's columns. All ranks get the same numbers.
 
-    Raises ValueError for other signals, for a sparse signal at another temperature, and if a label is not among a
-    sparse signal's ids, which synchronises with a GPU.
+    Raises ValueError for signals of other types, for a signal with probabilities at another temperature, and if a
+    label is not among a sparse signal's ids. This last check waits for a GPU.
     """
     terms = [LogProb(labels_T, temperature)]
     if signal.tokens != len(labels_T):
-        raise ValueError(f"a signal of {signal.tokens} tokens with {len(labels_T)} labels: expected one for each row")
+        raise ValueError(
+            f"a signal of {signal.tokens} tokens with {len(labels_T)} labels: expected one label for each token"
+        )
     signal.require_temperature(temperature)
     weights_T = (labels_T >= 0).float()
     match signal:
@@ -130,16 +133,16 @@ def teacher_log_probs(
         case SparseSignal():
             return _sparse_log_probs(signal, labels_T)
     raise ValueError(
-        f"{type(signal).__name__} does not give the probability of a certain token: expected FullVocab, DenseLogits, "
-        "a Mixture of them, or TopK or Chosen with the sampled token among the ids; sampled_kl and "
-        "policy_gradient(teacher_kl=…) need it, a divergence does not"
+        f"{type(signal).__name__} does not contain the probability of the sampled token: expected FullVocab, "
+        "DenseLogits, a Mixture of them, or TopK or Chosen with the sampled token among the ids. Only sampled_kl and "
+        "policy_gradient(teacher_kl=…) need this probability; a divergence does not"
     )
 
 
 def _real_columns(
     logits_TV: Tensor, vocabulary: int | None, shard: VocabShard | None
 ) -> tuple[Tensor, VocabShard | None]:
-    """Return a dense teacher's logits, in which padding has no probability, and the shard of their columns."""
+    """Return a dense teacher's logits, with −inf at padding, and the shard to which their columns belong."""
     columns = logits_TV.shape[1]
     if shard is None or shard.is_alone or columns == vocabulary:
         if vocabulary not in (None, columns):
@@ -163,9 +166,9 @@ def _sparse_log_probs(signal: SparseSignal, labels_T: Tensor) -> Tensor:
     if bool(missing_T.any()):
         raise ValueError(
             f"{type(signal).__name__} with {signal.ids_TK.shape[1]} ids per row: at {int(missing_T.sum())} of "
-            f"{int(has_label_T.sum())} rows the sampled token is not among them; expected top_k with the actual "
-            "token (a server gives its log-probability beside the top ones), or another loss: a divergence such as "
-            "reverse_kl needs only the ids that are there"
+            f"{int(has_label_T.sum())} rows the sampled token is not among the ids; expected ids that include "
+            "it (a server can return its log-probability in addition to the top K), or a loss that does not need it: "
+            "a divergence, such as reverse_kl"
         )
     # if a row repeats the id, argmax gives its first position
     log_p_T = signal.log_probs_TK.gather(1, is_label_TK.byte().argmax(1, keepdim=True))[:, 0]

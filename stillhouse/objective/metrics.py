@@ -20,12 +20,12 @@ CHUNK_TOKENS = "chunk_tokens"
 #: the key of the sum of the rows' weights; `StepLoss` adds it to the metrics
 WEIGHTS = "weights"
 
-# keys of the float32 `per_token` tensors of a batch of rollouts; a row's value is about the token that it predicts
+# keys of the float32 `per_token` tensors of a batch of rollouts; the value of a row is about the row's label
 #: the advantage of the token
 ADVANTAGES = "advantages"
 #: the log-probability of the token when it was sampled, at the sampling temperature
 OLD_LOG_PROBS = "old_log_probs"
-#: the number of the token's sampling temperature among `ObjectiveSpec.sampling_temperatures`
+#: the index of the token's sampling temperature in `ObjectiveSpec.sampling_temperatures`
 SAMPLING = "sampling"
 #: 1 if the student's policy sampled the token, 0 if it comes from the dataset or a teacher
 IS_SAMPLED = "is_sampled"
@@ -34,7 +34,7 @@ POLICY_VERSION = "policy_version"
 
 
 def unique_names(terms: Sequence[Term]) -> list[str]:
-    """Return the terms' keys in metrics. The second term with the same name gets the suffix "#2", and so on."""
+    """Return the terms' keys in metrics. The second term with a name gets the suffix "#2", and so on."""
     names = [term.name for term in terms]
     numbers = [names[: position + 1].count(name) for position, name in enumerate(names)]
     return [name if number == 1 else f"{name}#{number}" for name, number in zip(names, numbers, strict=True)]
@@ -43,9 +43,10 @@ def unique_names(terms: Sequence[Term]) -> list[str]:
 class StatisticKeys:
     """The keys of the terms' statistics. The second term of a class gets the suffix "#2" or the next free number.
 
-    A term's label follows the names of its statistics, and only terms with this label are numbered together. The
-    student's entropy does not depend on the teacher. So if a distillation term has a label, and all distillation
-    terms have the same temperature and no `weights_T`, only the first of them reports this entropy, without a label.
+    A term's label is appended to the names of its statistics, and terms are numbered separately for each label. The
+    student's entropy does not depend on the teacher. So if at least one distillation term has a label, and all
+    distillation terms have the same temperature and no `weights_T`, only the first distillation term reports this
+    entropy, without a label.
     """
 
     def __init__(self, terms: Sequence[Term], names: Sequence[str]):
@@ -58,7 +59,7 @@ class StatisticKeys:
         one_entropy = len({term.temperature for term in distilled.values()}) == 1
         one_entropy &= all(term.weights_T is None for term in distilled.values())
         is_labelled = any(term.label is not None for term in distilled.values())
-        #: the distillation terms that share one value of the student's entropy; empty if every term reports its own
+        #: the positions of the distillation terms that share one student entropy; empty if each reports its own
         self.share_entropy = list(distilled) if one_entropy and is_labelled else []
 
     def key(self, position: int, name: str) -> str | None:
@@ -79,7 +80,7 @@ class StatisticKeys:
 
 
 class Totals:
-    """The loss, the metrics and the value of each term at every token of a pass.
+    """The results of a pass: the loss, the metrics, and the value of each term at every token.
 
     Sums are float64, because a float32 running sum loses a digit every few hundred chunks. They are float32 on
     Apple's GPUs, which have no float64.
@@ -94,7 +95,7 @@ class Totals:
         self.chunk_tokens = 0
 
     def plus(self, other: "Totals") -> "Totals":
-        """Add the totals of another pass, over other rows."""
+        """Add the totals of a pass over other rows to these totals, and return them."""
         self.loss += other.loss
         self.chunk_tokens = max(self.chunk_tokens, other.chunk_tokens)
         for name, value in other.sums.items():
@@ -116,7 +117,7 @@ class Totals:
             self.per_token[name][tile.rows] = value_C
             value = (value_C.to(self.loss.dtype) * weights_C).sum()
             self.sums[name] += value
-            if term.scale:  # a term of scale 0 is only reported; its value may be infinite
+            if term.scale:  # a term of scale 0 is only a metric; 0 times an infinite value would be NaN
                 self.loss += term.scale * value
             for statistic, values_C in (result.statistics | result.parts).items():
                 if key := self.keys.key(position, statistic):

@@ -1,16 +1,16 @@
 """Elementwise functions that keep their digits where two probabilities are close, or one of them is 0.
 
-Late in distillation, the student is close to the teacher and both give one token a probability near 1. There every
-divergence is a small difference of large numbers: p log(p/q) of this token cancels against the sum over all other
-tokens, and q − p of two numbers near 1 has no correct digits left in float32. So these functions do not compute such
-differences. They use the small quantity t = log(b/a), which the caller has computed to full precision:
+Late in distillation, the student is close to the teacher and both give one token a probability near 1. In this case
+every divergence is a small difference of large numbers: p log(p/q) of this token cancels against the sum over all
+other tokens, and q − p of two numbers near 1 has no correct digits left in float32. So these functions do not compute
+such differences. They use the small quantity t = log(b/a), which the caller has computed to full precision:
 
     b − a           = a (e^t − 1)
     b − a − a·t     = a (e^t − 1 − t)  ≥ 0
 
-Where |t| < `NEAR`, the right side is computed with a few terms of the exponential series. Elsewhere the left side is
-computed, since nothing cancels there. A fusing compiler recomputes an expression for each of its uses, so expressions
-with several uses are short. Autograd can differentiate all functions.
+For |t| < `NEAR`, the right side is computed with a few terms of the exponential series. For larger |t|, the left side
+is computed, because its digits do not cancel. A compiler that fuses operations computes an expression again at each
+of its uses, so expressions with several uses are kept short. Autograd can differentiate all functions.
 """
 
 import math
@@ -21,46 +21,46 @@ from torch import Tensor
 
 from stillhouse.dry_run import replaceable
 
-#: the largest |t| for which the series is used
+#: the series are used for |t| below this number
 NEAR = 0.25
-#: number of terms of a series in t whose relative error at |t| = NEAR is below the dtype's precision
+#: the number of terms with which the relative error of a series at |t| = NEAR is below the dtype's precision
 SERIES_TERMS = {torch.float32: 6, torch.float64: 15}
 
 
 @replaceable
 def is_readable(tensor: Tensor) -> bool:
-    """Whether the values of a tensor can be checked without waiting for a device."""
+    """Return True if the values of a tensor can be checked without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
 def expect(probability: Tensor, quantity: Tensor) -> Tensor:
-    """probability·quantity with 0·inf = 0, in value and in autograd."""
+    """Return probability·quantity with 0·inf = 0, also in the gradient."""
     return probability * quantity.masked_fill(probability == 0, 0.0)
 
 
 def log_ratio(log_b: Tensor, log_a: Tensor) -> Tensor:
-    """log(b/a); 0 where a = b = 0 (no result depends on the ratio there)."""
+    """Return log(b/a), or 0 where a = b = 0, because no result depends on the ratio of two zeros."""
     return (log_b - log_a).masked_fill((log_a == -math.inf) & (log_b == -math.inf), 0.0)
 
 
 def difference(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
-    """b − a for t = log(b/a)."""
+    """Return b − a for t = log(b/a)."""
     small = t.clamp(-NEAR, NEAR)
     return torch.where(t.abs() < NEAR, a * (small + second_order(small)), b - a)
 
 
 def excess(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
-    """b − a − a·t for t = log(b/a): never negative. a = 0 gives b, b = 0 gives infinity."""
+    """Return b − a − a·t ≥ 0 for t = log(b/a). For a = 0 the result is b; for b = 0 < a it is infinity."""
     return torch.where(t.abs() < NEAR, a * second_order(t.clamp(-NEAR, NEAR)), b - a - expect(a, t))
 
 
 def second_order(t: Tensor) -> Tensor:
-    """e^t − 1 − t for |t| < `NEAR`."""
+    """Return e^t − 1 − t for |t| ≤ `NEAR`."""
     return t * t * polynomial([1 / math.factorial(n + 2) for n in range(terms(t) - 1)], t)
 
 
 def polynomial(coefficients: Sequence[float], t: Tensor) -> Tensor:
-    """Σ_n c_n tⁿ."""
+    """Return Σ_n c_n tⁿ for coefficients c_0, c_1, …."""
     result = torch.full_like(t, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         result = result * t + coefficient
@@ -72,7 +72,7 @@ def terms(t: Tensor) -> int:
 
 
 def row_max(logits: Tensor) -> Tensor:
-    """The largest value over the last dim, which stays with size 1; −inf where that dim is empty (an empty shard)."""
+    """Return the largest value over the last dim, kept with size 1; −inf if that dim is empty (an empty shard)."""
     if logits.shape[-1] == 0:
         return logits.new_full((*logits.shape[:-1], 1), -math.inf)
     return logits.amax(-1, keepdim=True)
@@ -84,15 +84,15 @@ def finite(reference: Tensor) -> Tensor:
 
 
 def log_sum_exp(largest: Tensor, others: Tensor) -> Tensor:
-    """log Σ e^l where all e^l ≤ 1. largest: the number of terms that are 1. others: the sum of the other terms.
+    """Return log Σ e^l for l ≤ 0. largest: the number of e^l that are 1. others: the sum of all smaller e^l.
 
-    `others` is separate, because it may be as small as 1e-6, and would lose its digits in a sum with 1.
+    `others` is separate, because it can be as small as 1e-6, and would lose its digits in a sum with 1.
     """
     return torch.log1p(others + (largest - 1))
 
 
 def log_softmax(log_weights: Tensor) -> Tensor:
-    """log_softmax over the last dim, with full precision for log-probabilities near 0; −inf in rows without mass."""
+    """Return the log_softmax over the last dim, precise for log-probabilities near 0; −inf in rows without mass."""
     gap = log_weights - row_max(log_weights)
     is_largest = gap == 0
     others = gap.exp().masked_fill(is_largest, 0.0).sum(-1, keepdim=True)
@@ -101,16 +101,16 @@ def log_softmax(log_weights: Tensor) -> Tensor:
 
 
 def interpolation(p: Tensor, q: Tensor, weight: float) -> Tensor:
-    """m = weight·p + (1 − weight)·q, clamped to the smallest positive number, so that m can be a divisor."""
+    """Return m = weight·p + (1 − weight)·q, at least the smallest normal number, so that m can be a divisor."""
     return (weight * p + (1 - weight) * q).clamp(min=torch.finfo(p.dtype).tiny)
 
 
 def interpolation_logs(log_p: Tensor, log_q: Tensor, ratio: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """log(m/p) and log(m/q) for m = weight·p + (1 − weight)·q and ratio = log(q/p).
+    """Return log(m/p) and log(m/q) for m = weight·p + (1 − weight)·q and ratio = log(q/p).
 
-    If `weight` is near 0 or 1, one of the two logs is small and needs full precision, so both are computed from the
-    ratio alone. For other weights, this is done only where p and q are close. Elsewhere both are computed from log m,
-    which has the same rounding error as log p and log q.
+    If `weight` is near 0 or 1, one of the two logs is small and needs full precision, so both logs are computed from
+    the ratio alone. For other weights, they are computed from the ratio only where p and q are close. Where p and q
+    are not close, they are computed from log m, whose rounding error is as large as that of log p and log q.
     """
     if not 0.05 <= weight <= 0.95:
         return _log_one_plus(1 - weight, ratio), _log_one_plus(weight, -ratio)
@@ -122,7 +122,10 @@ def interpolation_logs(log_p: Tensor, log_q: Tensor, ratio: Tensor, weight: floa
 
 
 def log_one_plus_series(weight: float, terms: int) -> list[float]:
-    """Return c_n, n ≥ 1, of log(1 + weight·(e^t − 1)) = Σ_n c_n tⁿ, from g' f = f' for g = log f."""
+    """Return the coefficients c_1, c_2, … of log(1 + weight·(e^t − 1)) = Σ_n c_n tⁿ.
+
+    They follow from g' f = f' for f = 1 + weight·(e^t − 1) and g = log f.
+    """
     coefficients = [weight / math.factorial(n) for n in range(1, terms + 1)]
     series: list[float] = []
     for n in range(1, terms + 1):
@@ -132,12 +135,13 @@ def log_one_plus_series(weight: float, terms: int) -> list[float]:
 
 
 def _log_one_plus(weight: float, ratio: Tensor) -> Tensor:
-    """log(1 + weight·(e^ratio − 1)), to full relative precision for every weight in [0, 1] and every ratio.
+    """Return log(1 + weight·(e^ratio − 1)), to full relative precision for every weight in [0, 1] and every ratio.
 
-    Three forms are needed, because each one loses digits in some range: log1p near ratio = 0, where the result is
-    small; the plain logarithm of (1 − weight) + weight·e^ratio for a weight above 0.5 and a ratio below −0.5; and a
-    form with the ratio factored out where e^ratio would overflow. Each form's argument is clamped to the form's
-    range, so that autograd sees no infinity in the forms that are not selected.
+    No single form keeps its digits for all ratios, so three forms are used. The plain logarithm of
+    (1 − weight) + weight·e^ratio is used for a weight above 0.5 and a ratio below −0.5; a form with the ratio
+    factored out, for a ratio above 30, so that e^ratio does not overflow; and log1p for all other ratios, since the
+    result is small near ratio = 0. The ratio is clamped to the range of each form, so that autograd sees no infinity
+    in a form that is not selected.
     """
     if weight == 0:
         return torch.zeros_like(ratio)

@@ -1,8 +1,10 @@
-"""The objective in plain autograd: all logits at once, without slopes and chunks. Slow, short, and exact in float64.
+"""The objective in plain autograd: all logits at once, without slopes and chunks; slow, short, and exact in float64.
 
-`dense_objective` has the signature of `linear_objective`, and tests compare their results. The two share only the
-functions for the values of divergences, which other tests compare with textbook formulas. T tokens, V vocabulary, K
-ids per token.
+`dense_objective` has the signature of `linear_objective`, and tests compare their results. The only formulas that the
+two have in common are those of the teacher's tail and of the values of divergences. Other tests compare these values
+with textbook formulas.
+
+T tokens, V vocabulary, K ids per token.
 """
 
 import math
@@ -39,14 +41,15 @@ def dense_objective(
     valid_index: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> ObjectiveOutput:
-    """Compute `linear_objective` from the logits of all tokens; the metrics are only the terms' values and `tokens`.
+    """Compute `linear_objective` from the logits of all tokens. The metrics are only the terms' values and `tokens`.
 
-    `chunk_tokens` is ignored. `valid_index` is used only without `weights_T`: the rows in it have weight 1.
+    `chunk_tokens` is ignored. `valid_index` is used only if `weights_T` is None: its rows then have weight 1, and all
+    other rows have weight 0.
     """
     require_terms(terms)
     heads = [head, *(teacher_head for term in terms for signal in term.signals() for teacher_head in signal.heads())]
     if any(one.shard is not None and not one.shard.is_alone for one in heads):
-        raise ValueError("a head over several ranks: expected one that holds all rows: gather them for the reference")
+        raise ValueError("a head is sharded over several ranks: expected heads with all rows; gather the rows first")
     vocabulary = common_vocabulary(heads)
     dtype = torch.promote_types(torch.promote_types(hidden_TD.dtype, head.weight_VD.dtype), torch.float32)
     if weights_T is None:
@@ -65,7 +68,7 @@ def dense_objective(
         value_T = _value(term, attached_TV, vocabulary)
         value_T = torch.where(term_weights_T == 0, torch.zeros_like(value_T), value_T)
         total = (term_weights_T * value_T).sum()
-        if term.scale:  # a term of scale 0 is only reported; its value may be infinite
+        if term.scale:  # a term of scale 0 is only a metric; 0 times an infinite value would be NaN
             loss = loss + term.scale * total
         metrics[name] = total.detach()
         per_token[name] = value_T.detach()
@@ -101,12 +104,12 @@ def _value(term: Term, logits_TV: Tensor, vocabulary: int) -> Tensor:
                 value_T = _correction(term.correction, sampled_log_q_T, term.old_log_probs_T[has_label_T]) * value_T
             return torch.zeros_like(log_q_T).index_put((has_label_T,), value_T)
         case _:
-            raise TypeError(f"no reference for {type(term).__name__}")
+            raise TypeError(f"no reference for {type(term).__name__}: expected a term of stillhouse.objective")
     return value_T * term.factor
 
 
 def _column(temperature: Temperatures) -> float | Tensor:
-    """Return the divisor of logits [T, V]."""
+    """Return the temperature as a divisor of logits [T, V]."""
     if not isinstance(temperature, RowTemperatures):
         return temperature
     values = torch.tensor(temperature.values, dtype=torch.float64, device=temperature.number_T.device)
@@ -129,7 +132,7 @@ def _at_labels(log_q_TV: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def _correction(correction: Correction, log_q_T: Tensor, old_log_probs_T: Tensor) -> Tensor:
-    """Return the constant weight of each sampled token, one token at a time."""
+    """Return the constant weight of each sampled token, computed one token at a time."""
     weights = []
     for log_q, old in zip(log_q_T.tolist(), old_log_probs_T.tolist(), strict=True):
         ratio = math.exp(min(log_q - old, 700.0))
@@ -147,7 +150,7 @@ def _at_sampled(term: SampledKL | PolicyGradient | LogRatio, log_q_T: Tensor, ha
         return r_T.square() / 2 if term.estimator == "k2" else r_T.exp() - 1 - r_T
     advantages_T = term.advantages_T[has_label_T].to(log_q_T.dtype)
     ratio_T = torch.exp(log_q_T - term.old_log_probs_T[has_label_T].to(log_q_T.dtype))
-    if term.sequence_ratios_T is not None:  # the sequence's ratio, with the derivative ratio · ∂log q
+    if term.sequence_ratios_T is not None:  # the value is the sequence's ratio, the derivative is ratio · ∂log q
         ratio_T = term.sequence_ratios_T[has_label_T].to(log_q_T.dtype) * (log_q_T - log_q_T.detach()).exp()
     clipped_T = torch.clamp(ratio_T, 1 - term.clip_low, 1 + term.clip_high)
     gain_T = torch.min(ratio_T * advantages_T, clipped_T * advantages_T)
@@ -176,7 +179,7 @@ def _distill(signal: Signal, divergence: Divergence, log_q_TV: Tensor, temperatu
             present = (signal.ids_TM >= 0) & (signal.ids_TM < vocabulary)
             log_q_TM = log_q_TV.gather(1, signal.ids_TM.masked_fill(~present, 0).long())
             return -torch.where(present, signal.weights_TM.to(log_q_TV.dtype) * log_q_TM, 0).sum(1)
-    raise TypeError(f"no reference for {type(signal).__name__}")
+    raise TypeError(f"no reference for {type(signal).__name__}: expected a signal of stillhouse.objective")
 
 
 def _teacher_log_probs(signal: Signal, temperature: float, vocabulary: int, dtype: torch.dtype) -> Tensor:
@@ -192,7 +195,7 @@ def _teacher_log_probs(signal: Signal, temperature: float, vocabulary: int, dtyp
                 for member, log_weight in zip(signal.signals, signal.log_weights, strict=True)
             ]
             return torch.logsumexp(torch.stack(parts), 0)
-    raise TypeError(f"no reference for {type(signal).__name__}")
+    raise TypeError(f"no reference for {type(signal).__name__}: expected a signal of stillhouse.objective")
 
 
 def _sparse_row(signal: SparseSignal, token: int, divergence: Divergence, log_q_V: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ from stillhouse.objective.signals import check_temperature
 class RowTemperatures:
     """The temperature values[number_T[t]] of each row t.
 
-    values: different temperatures. number_T: whole numbers of a floating-point type.
+    values: the distinct temperatures. number_T: each row's index in `values`, as a floating-point number.
 
-    Raises ValueError for a temperature that is not positive and, on a CPU, for numbers beyond `values`.
+    Raises ValueError for a temperature that is not positive and, if number_T is on a CPU, for an invalid index.
     """
 
     values: tuple[float, ...]
@@ -33,8 +33,8 @@ class RowTemperatures:
         is_valid_T = (number_T >= 0) & (number_T < len(self.values)) & (number_T == number_T.round())
         if is_readable(number_T) and not bool(is_valid_T.all()):
             raise ValueError(
-                f"numbers of temperatures up to {float(number_T.max()):g}: expected whole numbers from 0 to "
-                f"{len(self.values) - 1}"
+                f"number_T holds numbers up to {float(number_T.max()):g}: expected whole numbers from 0 to "
+                f"{len(self.values) - 1}, the indices of the temperatures"
             )
 
 
@@ -47,13 +47,17 @@ def distinct_temperatures(temperatures: Temperatures) -> tuple[float, ...]:
 
 
 def term_options(temperatures: Temperatures) -> dict[str, Any]:
-    """Return the argument of a `SampledTerm` with these temperatures."""
+    """Return the keyword argument that sets the temperatures of a `SampledTerm`."""
     name = "row_temperatures" if isinstance(temperatures, RowTemperatures) else "temperature"
     return {name: temperatures}
 
 
 def select_rows(by_temperature: Sequence[Tensor], number_T: Tensor | None) -> Tensor:
-    """Return, for each row, the entry for its temperature. number_T: None if there is one temperature."""
+    """Return each row's value at its temperature, [T].
+
+    by_temperature: the values of all rows at each temperature, [T] each.
+    number_T: the index of each row's temperature, or None if there is only one temperature.
+    """
     selected_T, *others = by_temperature
     for number, value_T in enumerate(others, start=1):
         assert number_T is not None

@@ -1,10 +1,11 @@
-"""Terms whose value at a row depends only on the log-probability of the row's label y.
+"""Terms whose value at a row is a function φ of the student's log-probability of the row's label y.
 
     value = φ(log q_y),   ∂value/∂z_v = φ'(log q_y) · ([v = y] − q_v) / τ
 
 q is the student's probability, z its logits, τ the temperature. In on-policy training, y is sampled from q. Training
-then follows the expectation over y of the term's gradient. This is not the gradient of the term's expected value: the
-two differ for the estimators k1, k2, k3 of a KL (Schulman 2020).
+then follows the expectation over y of the term's gradient. This expectation is not the gradient of the term's
+expected
+value: the two differ for the estimators k1, k2, k3 of a KL (Schulman 2020).
 
 If a token was sampled with older weights, or by an engine that computes differently, its distribution was q_old and
 not q. Weighting by ρ = q(y) / q_old(y) turns an expectation over q_old into an expectation over q, but a few large
@@ -37,9 +38,10 @@ CorrectionKind = Literal["none", "truncated", "masked"]
 class Correction:
     """Constant importance weights for tokens whose probability has changed since they were sampled.
 
-    kind: "truncated" is min(ρ, limit), truncated importance sampling (TIS, Yao et al. 2025). "masked" is ρ if
-        1/limit ≤ ρ ≤ limit and 0 otherwise, as in IcePop (Ring-1T, arXiv:2510.18855). With "none", every weight is 1.
-    limit: a number above 1.
+    kind: the formula of a token's weight. "truncated": min(ρ, limit), truncated importance sampling (TIS, Yao et al.
+        2025). "masked": ρ if 1/limit ≤ ρ ≤ limit, and 0 for any other ρ, as in IcePop (Ring-1T, arXiv:2510.18855).
+        "none": 1.
+    limit: a number above 1, or infinity for no limit.
     """
 
     kind: CorrectionKind = "none"
@@ -49,10 +51,10 @@ class Correction:
         if self.kind not in get_args(CorrectionKind):
             raise ValueError(f"correction {self.kind!r}: expected one of {', '.join(get_args(CorrectionKind))}")
         if isinstance(self.limit, bool) or not self.limit > 1:
-            raise ValueError(f"limit={self.limit} of the correction: expected a number above 1 (infinity for none)")
+            raise ValueError(f"limit={self.limit} of the correction: expected a number above 1 (or math.inf)")
 
     def weights(self, ratio_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weight of each ratio, and a mask of the weights that the limit changed. Ratios may be inf."""
+        """Return the weight of each ratio, and a mask of the weights that the limit changed. A ratio can be inf."""
         if self.kind == "none":
             return torch.ones_like(ratio_C), torch.zeros_like(ratio_C, dtype=torch.bool)
         is_changed_C = ratio_C > self.limit
@@ -69,7 +71,7 @@ NO_CORRECTION = Correction()
 class SampledTerm(LabelTerm):
     """A term with the value φ(log q) at the labels.
 
-    row_temperatures: each row's temperature; if given, they replace `temperature`.
+    row_temperatures: a temperature for each row, in place of `temperature`; None if all rows have `temperature`.
     """
 
     row_temperatures: RowTemperatures | None = None
@@ -85,7 +87,7 @@ class SampledTerm(LabelTerm):
 
     @abstractmethod
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return φ, φ' and further statistics for the metrics, [C] each."""
+        """Return φ(log q), φ'(log q) and further statistics for the metrics, [C] each."""
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
         label_C = tile.take(self.labels_T)
@@ -95,7 +97,7 @@ class SampledTerm(LabelTerm):
         if tile.needs_gradient and self.scale:
             values, number_C = distinct_temperatures(self.temperatures), _numbers(tile, self.temperatures)
             divided = [weights_C * has_label_C / value for value in values]
-            # a row of weight 0 may contain any values, and its slope may be infinite
+            # a row of weight 0 may contain any values, so its slope can be infinite
             weighted_C = expect(select_rows(divided, number_C), slope_C)
             for number, value in enumerate(values):
                 here_C = -weighted_C if number_C is None else (-weighted_C).masked_fill(number_C != number, 0.0)
@@ -107,16 +109,16 @@ class SampledTerm(LabelTerm):
 
 @dataclass(frozen=True, eq=False)
 class SampledKL(SampledTerm):
-    """KL between student q and teacher p, estimated at tokens that the student sampled; r = log p(y) − log q(y).
+    """KL between student q and teacher p, estimated at tokens y that the student sampled; r = log p(y) − log q(y).
 
     estimator: "k2" is r²/2; its expected on-policy gradient is the gradient of reverse KL, KL(q‖p). "k3" is
-    e^r − 1 − r; its expected on-policy gradient is the gradient of forward KL, KL(p‖q), although its expected value
-    is the reverse KL. For tokens that another policy sampled, this is true only with a correction.
-
+        e^r − 1 − r; its expected on-policy gradient is the gradient of forward KL, KL(p‖q), although its expected
+        value is the reverse KL. For tokens that another policy sampled, the expected gradients need a correction.
     teacher_log_probs_T: log p(y) at the term's temperature.
-    correction: weights each value by a limited ρ = q(y) / q_old(y); needs old_log_probs_T. It adds the statistics
-        `ratio`, which is ρ, and `clipped`, which is 1 where the limit changed the weight.
-    old_log_probs_T: log q_old(y) at `sampling_temperature`, by default the term's temperature.
+    correction: weights each value by a limited ρ = q(y) / q_old(y), which needs old_log_probs_T. It adds the
+        statistics `ratio`, which is ρ, and `clipped`, which is 1 where the limit changed the weight.
+    old_log_probs_T: log q_old(y) at `sampling_temperature`.
+    sampling_temperature: the temperature at which y was sampled, by default the term's temperature.
     label: see `Distill`.
     """
 
@@ -137,8 +139,8 @@ class SampledKL(SampledTerm):
         check_estimator(self.estimator)
         if self.old_log_probs_T is None and self.correction.kind != "none":
             raise ValueError(
-                f"correction={self.correction.kind!r} without old_log_probs_T: expected the log-probabilities with "
-                "which the tokens were sampled"
+                f"correction={self.correction.kind!r} without old_log_probs_T: expected old_log_probs_T, the "
+                "log-probabilities with which the tokens were sampled"
             )
         check_sampled_tokens(
             self.labels_T, teacher_log_probs_T=self.teacher_log_probs_T, old_log_probs_T=self.old_log_probs_T
@@ -182,29 +184,31 @@ class SampledKL(SampledTerm):
 class PolicyGradient(SampledTerm):
     """The clipped surrogate of PPO and GRPO at sampled tokens y, and a penalty for deviating from a reference policy.
 
-    value = −min(ρA, clip(ρ)·A) + kl_scale·(e^r − 1 − r),
-    A is the advantage, ρ = q(y) / q_old(y), clip(ρ) is ρ limited to 1 − clip_low … 1 + clip_high, and
-    r = log q_ref(y) − log q(y)
-    (Schulman et al. 2017, arXiv:1707.06347, eq. 7; Shao et al. 2024, arXiv:2402.03300, eqs. 3 and 4)
+    value = −min(ρA, clip(ρ)·A) + kl_scale·(e^r − 1 − r)
 
-    dual_clip: a number c > 1, or None for no dual clipping. Where A < 0 the surrogate is max(min(ρA, clip(ρ)·A),
-        c·A), so that the gradient of a token that has become much more likely stays bounded (Ye et al. 2020,
-        arXiv:1912.09729, eq. 5). For c > 1 + clip_high, the value equals −min(min(ρ, δ)·A, clip(ρ)·A) with δ = c: the
-        two-sided clipping of INTELLECT-2 (arXiv:2505.07291), and `delta` of TRL.
-    surrogate: "clip" is the formula above. "cispo" is value = −clip(ρ)·A·log q(y) with a constant clip(ρ): every
-        token keeps a gradient of bounded size (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5, which have clip_low=1).
+    A is the advantage, ρ = q(y) / q_old(y), clip(ρ) is ρ limited to 1 − clip_low … 1 + clip_high, and
+    r = log q_ref(y) − log q(y) for the reference policy q_ref
+    (Schulman et al. 2017, arXiv:1707.06347, eq. 7; Shao et al. 2024, arXiv:2402.03300, eqs. 3 and 4).
+
+    dual_clip: a number c > 1, or None for no dual clipping. Where A < 0, min(ρA, clip(ρ)·A) is replaced by
+        max(min(ρA, clip(ρ)·A), c·A), so that the gradient of a token that has become much more likely stays bounded
+        (Ye et al. 2020, arXiv:1912.09729, eq. 5). For c > 1 + clip_high, the value equals
+        −min(min(ρ, δ)·A, clip(ρ)·A) with δ = c: the two-sided clipping of INTELLECT-2 (arXiv:2505.07291), and `delta`
+        of TRL.
+    surrogate: "clip" is the formula above. "cispo" is value = −clip(ρ)·A·log q(y) with clip(ρ) as a constant, so that
+        every token keeps a gradient of bounded size (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5, with clip_low=1).
         "corrected" is value = −w·A·log q(y) without clipping, where w is the constant weight of `correction`.
     sequence_ratios_T: constant ratios that replace ρ, such as the ratios of whole sequences (`sequence_ratios`). The
-        derivative of −ρA is still −ρA·∂log q(y). This is GSPO-token (Zheng et al. 2025, arXiv:2507.18071, eqs. 13 to
-        17), which equals GSPO if all tokens of a sequence have the same advantage and weight.
+        derivative of −ρA is still −ρA·∂log q(y). The result is GSPO-token (Zheng et al. 2025, arXiv:2507.18071, eqs.
+        13 to 17), which equals GSPO if all tokens of a sequence have the same advantage and weight.
 
-    The penalty is GRPO's penalty. Its on-policy gradient is the gradient of KL(ref‖q). For KL(q‖ref), use kl_scale=0
-    and add SampledKL(…, "k2") with the reference as the teacher. To use distillation as a reward, set
+    The penalty is that of GRPO. Its expected on-policy gradient is the gradient of KL(q_ref‖q). For KL(q‖q_ref), use
+    kl_scale=0 and add SampledKL(…, "k2") with the reference as the teacher. To use distillation as a reward, set
     advantages_T = log p − log q, with the teacher's probability p. All log-probabilities are at the term's
     temperature.
 
-    Statistics: `ratio` is ρ. `clipped` is 1 where clipping has set the surrogate's gradient to 0. With "cispo" it is
-    1 where ρ was clipped, and with "corrected" where the limit changed the weight. `reference_kl` is e^r − 1 − r.
+    Statistics: `ratio` is ρ. `clipped` is 1 where clipping has set the surrogate's gradient to 0 ("clip"), where ρ
+    was clipped ("cispo"), or where the limit changed the weight ("corrected"). `reference_kl` is e^r − 1 − r.
     """
 
     labels_T: Tensor
@@ -238,21 +242,21 @@ class PolicyGradient(SampledTerm):
         if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
             raise ValueError(
                 f"clip_low={self.clip_low}, clip_high={self.clip_high}: expected 0 ≤ clip_low ≤ 1 and clip_high ≥ 0 "
-                "(infinity for none)"
+                "(math.inf for no upper limit)"
             )
         if self.surrogate not in get_args(Surrogate):
             raise ValueError(f"surrogate={self.surrogate!r}: expected 'clip', 'cispo' or 'corrected'")
         if self.correction.kind != "none" and self.surrogate != "corrected":
             raise ValueError(
-                f"correction={self.correction.kind!r} with surrogate={self.surrogate!r}: expected 'corrected', since "
-                "the other surrogates limit the ratio themselves"
+                f"correction={self.correction.kind!r} with surrogate={self.surrogate!r}: expected "
+                "surrogate='corrected', because 'clip' and 'cispo' limit the ratio themselves"
             )
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
-            raise ValueError(f"dual_clip={self.dual_clip}: expected a number above 1, or None for none")
+            raise ValueError(f"dual_clip={self.dual_clip}: expected a number above 1, or None for no bound")
         if self.dual_clip is not None and self.surrogate != "clip":
             raise ValueError(
-                f"dual_clip={self.dual_clip} with surrogate={self.surrogate!r}: expected None, since its gradient is "
-                "bounded already"
+                f"dual_clip={self.dual_clip} with surrogate={self.surrogate!r}: expected dual_clip=None, because "
+                "the gradient of this surrogate is bounded without it"
             )
         if self.kl_scale and self.reference_log_probs_T is None:
             raise ValueError(f"kl_scale={self.kl_scale} without reference_log_probs_T: expected both, or kl_scale=0")
@@ -293,10 +297,11 @@ class PolicyGradient(SampledTerm):
 
 @dataclass(frozen=True, eq=False)
 class LogRatio(SampledTerm):
-    """The metric |log q(y) − log q_old(y)|: how far the student is from the policy that sampled y.
+    """The metric |log q(y) − log q_old(y)|, a distance of the student from the policy that sampled y.
 
-    old_log_probs_T: log q_old(y) at the term's temperature, the sampling temperature. The statistic `sampled` is 1 at
-    every row with a value, so that `log_ratio` / `sampled` is a mean.
+    old_log_probs_T: log q_old(y) at the term's temperature, which is the sampling temperature.
+
+    The statistic `sampled` is 1 at every row with a value, so that `log_ratio` / `sampled` is a mean.
     """
 
     labels_T: Tensor
@@ -320,7 +325,7 @@ class LogRatio(SampledTerm):
 
 @dataclass(frozen=True, eq=False)
 class LogProb(SampledTerm):
-    """log q_y itself, for `linear_log_probs`."""
+    """A term with the value log q_y, for `linear_log_probs`."""
 
     labels_T: Tensor
     temperature: float = 1.0
@@ -337,9 +342,10 @@ class LogProb(SampledTerm):
 
 @dataclass(frozen=True, eq=False)
 class Continuation(SampledTerm):
-    """−log q(label) at a temperature that divides the student's logits, for the later tokens of a `SpanSignal`.
+    """A term with the value −log q(label), at the later tokens of a `SpanSignal`. Its metric is `continuation`.
 
-    Its metric is not called cross-entropy, because it is a part of the divergence. For the options, see `Distill`.
+    The metric is not called cross-entropy, because the value is a part of a divergence. For the options, see
+    `Distill`.
     """
 
     labels_T: Tensor
@@ -359,7 +365,7 @@ class Continuation(SampledTerm):
 
 
 def _log_probs(tile: Tile, labels_T: Tensor, temperatures: Temperatures) -> Tensor:
-    """Return log q of the labels at the temperatures of the rows, [C]."""
+    """Return log q of each row's label at the row's temperature, [C]."""
     log_probs = [tile.log_probs_at(labels_T, value)[:, 0] for value in distinct_temperatures(temperatures)]
     return select_rows(log_probs, _numbers(tile, temperatures))
 
@@ -374,7 +380,7 @@ def _k3(r_C: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_sampled_tokens(labels_T: Tensor, **per_token: Tensor | None) -> None:
-    """Require constant tensors that are finite at every label; None is skipped."""
+    """Require that each tensor has one constant number per token, finite at every label. None is skipped."""
     for name, values_T in per_token.items():
         if values_T is None:
             continue
@@ -388,4 +394,4 @@ def check_sampled_tokens(labels_T: Tensor, **per_token: Tensor | None) -> None:
         has_label_T = labels_T >= 0
         if values_T.device.type == "cpu" == labels_T.device.type and not values_T[has_label_T].isfinite().all():
             worst = values_T[has_label_T & ~values_T.isfinite()][0]
-            raise ValueError(f"{name} holds {float(worst):g} at a sampled token: expected finite numbers there")
+            raise ValueError(f"{name} holds {float(worst):g} at a sampled token: expected a finite number")

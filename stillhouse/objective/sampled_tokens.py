@@ -3,9 +3,9 @@
     advantage_t += Σ_{u ≥ t} γ^(u−t) (log p_u − log q_old_u)        MiniLLM (arXiv:2306.08543), in the same document
     ratio_t = exp(mean_u (log q_u − log q_old_u))                   GSPO (arXiv:2507.18071), over the document
 
-p is the teacher's probability of a row's label; q_old is the probability with which the label was sampled. In a
-packed batch, a row's label may also come from the dataset or the teacher, or be absent; these sums ignore such rows.
-The origins of labels are
+For a row's label, p is the teacher's probability, q the student's present probability, and q_old the probability with
+which the label was sampled. In a packed batch, a label can also come from the dataset or the teacher, or be absent;
+the two sums ignore such rows. A label has one of three origins:
 
     dataset    a document of the dataset
     student    a completion that the student has generated
@@ -39,14 +39,14 @@ DATASET, STUDENT, TEACHER = ORIGINS = ("dataset", "student", "teacher")
 
 
 def origin_masks(labels_T: Tensor, per_token: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a mask of each origin's rows, [T] bool. Without the tensors of rollouts, all rows are the dataset's."""
+    """Return a mask of each origin's rows, [T] bool. Without tensors of rollouts, all rows are the dataset's."""
     if IS_SAMPLED not in per_token:
         none_T = torch.zeros_like(labels_T, dtype=torch.bool)
         return {DATASET: ~none_T, STUDENT: none_T, TEACHER: none_T}
     if POLICY_VERSION not in per_token:
         raise ValueError(
-            f"{POLICY_VERSION} is missing in per_token (it has {', '.join(sorted(per_token))}): expected it beside "
-            f"{IS_SAMPLED}, because it separates the teacher's completions from the dataset"
+            f"{POLICY_VERSION} is missing in per_token (it has {', '.join(sorted(per_token))}): expected it with "
+            f"{IS_SAMPLED}, to distinguish the teacher's completions from the dataset"
         )
     is_student_T = per_token[IS_SAMPLED] != 0
     is_teacher_T = ~is_student_T & (per_token[POLICY_VERSION] >= 0)
@@ -55,8 +55,12 @@ def origin_masks(labels_T: Tensor, per_token: Mapping[str, Tensor]) -> dict[str,
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """per_token: the tensors of `metrics.py`, [T] each. document_T: the document of each row.
+    """A batch of labels, and the tensors from which the log-probabilities of its sampled tokens are computed.
+
+    per_token: the tensors [T] with the keys of `metrics.py`.
+    document_T: the number of each row's document.
     valid_index: the rows that count, or None for all rows.
+    student: the student's head, or None where `ObjectiveSpec.terms` does not need it.
     teacher_heads: the heads of all teachers of the batch. Probabilities are over the tokens that all heads have.
     hidden_TD: the student's hidden states, for `sequence_ratios`.
     """
@@ -102,7 +106,7 @@ class SampledTokens:
         return self.require(name).masked_fill(~self.is_sampled_T, 0.0)
 
     def log_probs(self, signals: Sequence[Signal], temperatures: Temperatures) -> Tensor:
-        """Return the teacher's log p of the sampled tokens, 0 elsewhere. signals: one for each temperature."""
+        """Return a teacher's log p of the sampled tokens, [T], 0 at other rows. signals: one for each temperature."""
         student = self.student
         vocabulary = None if student is None else common_vocabulary([student, *self.teacher_heads])
         shard = None if student is None else student.shard
@@ -117,19 +121,19 @@ class SampledTokens:
         return select_rows(by_temperature, number_T)
 
     def log_ratio(self, log_p_T: Tensor, discount: float) -> Tensor:
-        """Return, for each sampled token, the discounted sum of log p − log q_old from this token on, [T]."""
+        """Return each sampled token's discounted sum of log p − log q_old over this and the later tokens, [T]."""
         ratio_T = (log_p_T - self.require(OLD_LOG_PROBS).to(log_p_T.dtype)).masked_fill(~self.is_sampled_T, 0.0)
         if not discount:
             return ratio_T
         if self.document_T is None:
-            raise ValueError(f"discount={discount} without document_T: expected the document of each row")
+            raise ValueError(f"discount={discount} without document_T: expected each row's document")
         return discounted_sum(ratio_T, self.document_T, discount)
 
     @torch.no_grad()
     def sequence_ratios(self, temperatures: Temperatures) -> Tensor:
-        """Return `sequence_ratios` of the student's present and old log-probabilities of the sampled tokens, [T].
+        """Return the ratio of each row's sequence (the function `sequence_ratios`), over its sampled tokens, [T].
 
-        This projects the hidden states once more. Over a sharded head, each chunk takes one all-gather.
+        This projects the student's hidden states once more. Over a sharded head, each chunk needs one all-gather.
         """
         if self.hidden_TD is None or self.student is None or self.document_T is None:
             raise ValueError(
@@ -149,13 +153,13 @@ class SampledTokens:
 
 
 def sequence_ratios(log_ratio_T: Tensor, document_T: Tensor, is_counted_T: Tensor) -> Tensor:
-    """Return, at each row, the geometric mean of the ratios of its document's counted rows, or 1 if there are none.
+    """Return, at each row, the geometric mean of q(y) / q_old(y) over the counted rows of the row's document, [T].
 
-    log_ratio_T: log q(y) − log q_old(y). A document ends where the number in document_T changes.
-    (Zheng et al. 2025, arXiv:2507.18071, eq. 7)
+    The mean is 1 if the document has no counted rows. log_ratio_T: log q(y) − log q_old(y). A document ends where the
+    number in document_T changes. (Zheng et al. 2025, arXiv:2507.18071, eq. 7)
     """
     log_ratio_T = log_ratio_T.masked_fill(~is_counted_T, 0.0)
-    # a document's sum is the undiscounted sum at its first row, always added up in the same order
+    # a document's sum is the undiscounted sum from its first row on, which adds in the same order every time
     sums_T = discounted_sum(log_ratio_T, document_T, 1.0)
     counts_T = discounted_sum(is_counted_T.to(sums_T.dtype), document_T, 1.0)
     is_first_T = torch.ones_like(is_counted_T)
@@ -169,7 +173,9 @@ def discounted_sum(values_T: Tensor, document_T: Tensor, discount: float) -> Ten
     """Return Σ_{u ≥ t} discount^(u−t) · values_u over the rows u of t's document, for each row t.
 
     A document ends where the number in document_T changes. The sums are built by doubling: after step k, each row has
-    the sum over its next 2^k rows. A formula with quotients of powers would overflow.
+    the sum over 2^k rows, beginning with itself. A formula with quotients of powers of the discount would overflow.
+
+    Raises ValueError for tensors of different shapes and for a discount outside 0 … 1.
     """
     if document_T.shape != values_T.shape or values_T.dim() != 1:
         raise ValueError(

@@ -4,11 +4,12 @@ A dense signal gives log-probabilities over the whole vocabulary. A sparse signa
 log-probabilities; its `tail` defines how the mass outside the K ids counts:
 
     "bucket"       teacher and student each get one more outcome with all of their mass outside the ids. For every
-                   f-divergence, the result is a lower bound of the full divergence. (For alpha-beta with α + β ≠ 1 it
-                   is a divergence of the bucketed distributions, but not a bound.)
-    "renormalize"  teacher and student are both conditioned on the K ids. The student's mass outside costs nothing.
-    "drop"         the sum over the K ids only. It can be negative.
-    "zero"         only for reverse KL: the teacher is conditioned on the K ids and gives e^−100 to each other token.
+                   f-divergence, the result is a lower bound of the full divergence. (For alpha-beta with α + β ≠ 1,
+                   the result is a divergence of the bucketed distributions, but not a bound.)
+    "renormalize"  teacher and student are both conditioned on the K ids. The student's mass outside the ids costs
+                   nothing.
+    "drop"         the divergence is summed over the K ids only, so the result can be negative.
+    "zero"         only for reverse KL: the teacher is conditioned on the K ids and gives e^−100 to every other token.
                    So the student's mass outside the ids costs about 100 nats per unit of mass (NeMo RL's
                    `zero_outside_topk`).
 
@@ -32,19 +33,21 @@ Tail = Literal["bucket", "renormalize", "drop", "zero"]
 #: a selection of tokens: their indices, or a slice
 RowIndex: TypeAlias = Tensor | slice
 
-#: the minimum of 1 − Σp, the teacher's mass outside its ids, if the teacher did not send this mass
+#: the lower limit of the teacher's mass outside its ids, where this mass is computed as 1 − Σp
 TAIL_FLOOR = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True, eq=False)
 class Signal:
-    """A teacher's output for T tokens, without gradients. In a subclass, which is a dataclass, every field that is a
-    tensor, a signal or a tuple of them has one row per token, and the first field is such a field.
+    """A teacher's output for T tokens, without gradients.
+
+    A subclass is a dataclass. Each of its fields that is a tensor, a signal or a tuple of tensors or signals has one
+    row per token, and its first field is such a field.
     """
 
     @property
     def tokens(self) -> int:
-        """T, the number of rows."""
+        """The number of rows, T."""
         first = getattr(self, fields(self)[0].name)
         first = first[0] if isinstance(first, tuple) else first
         # with `len`, torch.compile would make the number a constant
@@ -66,8 +69,8 @@ class Signal:
         """Raise ValueError if the signal's probabilities are at another temperature."""
         if self.temperature not in (None, temperature):
             raise ValueError(
-                f"the teacher's probabilities were taken at temperature {self.temperature}, the term needs them at "
-                f"{temperature}; expected the same: take them again, or set the term's temperature"
+                f"the teacher's probabilities are at temperature {self.temperature}, the term needs them at "
+                f"{temperature}; expected the same temperature: compute them again, or change the term's temperature"
             )
 
     def heads(self) -> list[OutputHead]:
@@ -75,7 +78,10 @@ class Signal:
         return []
 
     def opened(self, student: OutputHead) -> AbstractContextManager["Signal"]:
-        """A context that yields the signal with its output head, which may be freed when the context ends."""
+        """Return a context that yields the signal with its output head. The head can be freed when the context ends.
+
+        student: the student's head.
+        """
         return nullcontext(self)
 
 
@@ -87,7 +93,7 @@ TEACHER = "teacher"
 
 @dataclass(frozen=True, eq=False)
 class FullVocab(Signal):
-    """The exact signal: the teacher's head and last hidden states, which are V / E times smaller than logits."""
+    """The exact signal: a teacher's last hidden states, V / E times smaller than its logits, and its head."""
 
     hidden_TE: Tensor
     head: OutputHead
@@ -115,10 +121,11 @@ class StudentHidden(Signal):
 
 @dataclass(frozen=True, eq=False)
 class RoutedSignal(Signal):
-    """The signal of a teacher that scores only the rows `index`, int64; no row belongs to two teachers.
+    """The signal of a teacher that scores only some rows.
 
-    `signal` has T rows. It is opened only while this teacher's rows are computed, so that only one teacher's head at
-    a time is in memory.
+    signal: a signal of T rows. It is opened only while this teacher's rows are computed, so that only one teacher's
+        head at a time is in memory.
+    index: the rows, int64. No row belongs to two teachers.
     """
 
     signal: Signal
@@ -141,12 +148,15 @@ class DenseLogits(Signal):
 
 @dataclass(frozen=True, eq=False)
 class Mixture(Signal):
-    """The weighted mean of the distributions of several dense teachers, p = Σ_i w_i softmax(z_i / τ).
+    """The weighted mean of the distributions of several dense teachers, p = Σ_i w_i softmax(z_i / τ) for logits z_i.
 
-    τ is a term's temperature. A pass stores p as one tile of logits τ·log p, whose softmax at τ is p. So terms treat
-    a mixture like any other dense teacher. p is exact: every member is normalized over the vocabulary before the sum.
+    τ is the term's temperature. A pass stores p as one tile of logits τ·log p, whose softmax at τ is p. So terms
+    treat a mixture like any other dense teacher. p is exact: every member is normalized over the vocabulary before
+    the sum.
 
-    signals: `FullVocab` or `DenseLogits` over the same tokens. weights: positive numbers, divided by their sum.
+    signals: `FullVocab` or `DenseLogits` over the same tokens.
+    weights: positive numbers. They are divided by their sum.
+    temperature: τ, the temperature of the terms with this signal.
     """
 
     signals: Sequence[Signal]
@@ -165,9 +175,9 @@ class Mixture(Signal):
             )
         for at, signal in enumerate(self.signals):
             if not isinstance(signal, FullVocab | DenseLogits):
-                advice = "which give every token's probability; give another signal a term of its own"
+                advice = "which have every token's probability; use a separate term for another signal"
                 if isinstance(signal, Mixture):
-                    advice = "such as that mixture's own signals, with its weight multiplied into theirs"
+                    advice = "such as the signals of that mixture, with their weights times the mixture's"
                 raise ValueError(
                     f"signals[{at}] is of type {type(signal).__name__}: expected FullVocab or DenseLogits, {advice}"
                 )
@@ -182,7 +192,7 @@ class Mixture(Signal):
 
     @property
     def log_weights(self) -> list[float]:
-        """log w_i."""
+        """The logs of the weights w_i, whose sum is 1."""
         logs = [math.log(weight) for weight in self.weights]
         # in log space, so that neither the sum of the weights nor a quotient overflows or underflows
         largest = max(logs)
@@ -198,9 +208,9 @@ class SparseSignal(Signal):
     """K ids per token with the teacher's log-probabilities over the whole vocabulary.
 
     An id that is negative or beyond the vocabulary is an absent entry. If an id is repeated, its first entry counts.
-    `tail_log_prob_T`: the log of the teacher's mass outside the ids. If it is None, the mass is 1 − Σp, at least
-    `TAIL_FLOOR`. In float32, 1 − Σp is zero or negative for a third of peaked rows, so pass the mass if you can.
-    `temperature`: the temperature of the log-probabilities. If it is None, it is the term's temperature.
+    `tail_log_prob_T`: the log of the teacher's mass outside the ids. If it is None, the mass is 1 − Σp, but at least
+    `TAIL_FLOOR`. In float32, 1 − Σp is zero or negative for a third of peaked rows, so pass the mass if it is known.
+    `temperature`: the temperature of the log-probabilities. None means the term's temperature.
     """
 
     ids_TK: Tensor
@@ -217,7 +227,7 @@ class SparseSignal(Signal):
 
 
 class TopK(SparseSignal):
-    """The teacher's top K ids, as a server or a cache can provide them."""
+    """The teacher's top K ids, for example from a server or a cache."""
 
 
 class Chosen(SparseSignal):
@@ -226,11 +236,11 @@ class Chosen(SparseSignal):
 
 @dataclass(frozen=True, eq=False)
 class Sampled(Signal):
-    """Sampled ids with importance weights: they give an unbiased estimate of the gradient of forward KL.
+    """Sampled ids with importance weights, which give an unbiased estimate of the gradient of forward KL.
 
     Random sampling distillation (arXiv 2503.16870): ids are sampled from a proposal r, with weights in proportion to
     p/r. Σ_m weight·[id = v] estimates p_v, so the value estimates a cross-entropy: forward KL plus the teacher's
-    entropy. An id that is negative or beyond the vocabulary is an absent entry; a repeated id counts again.
+    entropy. An id that is negative or beyond the vocabulary is an absent entry. Every occurrence of an id counts.
     """
 
     ids_TM: Tensor
@@ -246,15 +256,16 @@ class SpanSignal(Signal):
 
     Where student and teacher split a text into different tokens, a span is the text between two common token borders.
     It has student tokens y_0 … y_k, teacher tokens x_0 … x_l and the probability P = Π_j p(x_j) (GOLD's merged
-    probability).
+    probability). The values of the span are
 
-        row of y_0          a divergence over the student's ids; P is added to the probability of y_0
+        row of y_0          the divergence from a distribution over the student's ids, in which P is given to y_0
         rows of y_1 … y_k   P · (−log q(y_j)), for every divergence (`Continuation`)
 
-    By the chain rule, forward KL of the whole span is the sum of these values.
+    If the divergence is forward KL, the sum of these values is the forward KL of the whole span (chain rule).
 
-    first: the distribution at rows that predict a span's first token. first_weights_T: 1 at these rows, else 0.
-    continuation_weights_T: P at rows that predict a later token of a span, else 0.
+    first: the distribution at rows that predict the first token of a span.
+    first_weights_T: 1 at rows that predict the first token of a span, 0 at other rows.
+    continuation_weights_T: P at rows that predict a later token of a span, 0 at other rows.
     """
 
     first: TopK
@@ -284,7 +295,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def check_per_token(tokens: int, **per_token: Tensor | None) -> None:
-    """Raise ValueError unless each tensor has one number per token; None is skipped."""
+    """Require that each tensor has one number per token. None is skipped."""
     for name, values_T in per_token.items():
         if values_T is not None and values_T.shape != (tokens,):
             raise ValueError(f"{name} of shape {tuple(values_T.shape)}: expected ({tokens},), one number per token")
@@ -301,7 +312,7 @@ def check_pairs(ids_name: str, ids: Tensor, values_name: str, values: Tensor) ->
 
 
 def first_occurrence(ids_TK: Tensor, vocabulary: int) -> Tensor:
-    """True where an id is inside the vocabulary and does not occur earlier in its row. [T, K] bool."""
+    """Return a mask [T, K] of the ids that are inside the vocabulary and do not occur earlier in their row."""
     order_TK = torch.argsort(ids_TK, dim=1, stable=True)
     sorted_TK = ids_TK.gather(1, order_TK)
     repeated_TK = torch.zeros_like(ids_TK, dtype=torch.bool)
@@ -313,7 +324,8 @@ def first_occurrence(ids_TK: Tensor, vocabulary: int) -> Tensor:
 def teacher_tail(signal: SparseSignal, log_p_TK: Tensor, student_tail_T: Tensor) -> Tensor:
     """Return the log of the teacher's mass outside the ids, [T].
 
-    A computed mass is at least `TAIL_FLOOR`, but it is 0 where the student has no mass outside the ids (K = V).
+    A mass that is computed as 1 − Σp is at least `TAIL_FLOOR`, except that it is 0 where the student has no mass
+    outside the ids (K = V).
     """
     if signal.tail_log_prob_T is not None:
         return signal.tail_log_prob_T.to(log_p_TK.dtype)

@@ -1,9 +1,10 @@
 """Divergences from a teacher that gives only some ids per row: its top K, ids chosen by the student, or sampled ids.
 
-Each function reads the chunk's statistics from its `Tile` and adds weights · ∂value/∂logits to the tile's gradient.
+`sparse` and `sampled` read the statistics of a chunk from its `Tile`, and add weights · ∂value/∂logits to the tile's
+gradient.
 
-C rows of a chunk of T tokens, K ids per token, B outcomes (the ids and perhaps a bucket), M sampled ids per token.
-p is the teacher's probability, q the student's, D the divergence; f and h as in `divergence.py`.
+C rows of a chunk of T tokens, K ids per token, B outcomes (the ids and, with the tail "bucket", one more), M sampled
+ids per token. p is the teacher's probability, q the student's, D the divergence. `divergence.py` defines f and h.
 """
 
 import math
@@ -24,9 +25,9 @@ LOG_ZERO = -100.0
 def sparse(
     tile: Tile, signal: SparseSignal, divergence: Divergence, temperature: float, weights_C: Tensor
 ) -> TermResult:
-    """Compute a divergence over the K ids of a row and, with the tail "bucket", one more outcome for the rest.
+    """Compute a divergence over the K ids of a row. With the tail "bucket", all other tokens are one more outcome.
 
-    Absent ids have no mass on either side and contribute nothing: f(−inf, −inf) = 0, slope 0.
+    An absent id has no mass under teacher and student, and contributes nothing: f(−inf, −inf) and the slope are 0.
     """
     chunk = signal.rows(tile.rows)
     log_q_CK = tile.log_probs_at(signal.ids_TK, temperature)
@@ -66,8 +67,8 @@ def over_outcomes(
 ) -> tuple[list[Tensor], Tensor]:
     """Return the value [C] of each part of a divergence, and q·h [C, B], over B outcomes.
 
-    is_complete: whether these are all outcomes, so that the probabilities of both sides sum to 1. Then the balanced
-    functions are summed (`divergence.py`), so that a rounding error in Σ(q − p) has no effect on a value.
+    is_complete: True if these are all outcomes, so that Σp and Σq are 1. In this case the balanced functions are
+    summed (`divergence.py`), so that a rounding error in Σ(q − p) has no effect on a value.
     """
     parts = [part for _, part in weighted_parts(divergence)]
     if not is_complete:
@@ -83,10 +84,11 @@ def over_outcomes(
 def _add_sparse_gradient(
     tile: Tile, signal: SparseSignal, temperature: float, slope_CB: Tensor, log_q_CB: Tensor, weights_C: Tensor
 ) -> None:
-    """Add ∂D/∂(z_v/τ) = q_v (h_b(v) − Σ_b q_b h_b), for a sum over outcomes b, where b(v) is the outcome of token v.
+    """Add weights · ∂D/∂(z_v/τ) = weights · q_v (h_b(v) − Σ_b q_b h_b) for outcomes b; token v is in outcome b(v).
 
-    Each id has its own q·h. The bucket's q·h is distributed over the tokens in the bucket in proportion to q. The
-    mean Σ_b q_b h_b is subtracted at every token or, with the tail "renormalize", only at the K ids.
+    Each id is an outcome with its own q·h. The bucket's q·h is distributed over the tokens in the bucket in
+    proportion to q. The mean Σ_b q_b h_b is subtracted at every token or, with the tail "renormalize", only at the K
+    ids.
     """
     weights_C1 = weights_C[:, None]
     ids_CK, mean_C1 = tile.take(signal.ids_TK), slope_CB.sum(1, keepdim=True)
@@ -102,10 +104,10 @@ def _add_sparse_gradient(
 def _zero_outside(
     tile: Tile, signal: SparseSignal, temperature: float, log_p_CK: Tensor, log_q_CK: Tensor, weights_C: Tensor
 ) -> Tensor:
-    """Σ_v q (log q − log p), [C], with the teacher conditioned on its ids and log p = `LOG_ZERO` outside of them.
+    """Return Σ_v q (log q − log p), [C], with the teacher conditioned on its ids and log p = `LOG_ZERO` elsewhere.
 
-    ∂/∂(z_v/τ) is q_v (log q_v − log p_v − value). This is the sum of the entropy's gradient, a part with log p at the
-    ids, and a part with `LOG_ZERO` at all other tokens.
+    The derivative with respect to z_v/τ is q_v (log q_v − log p_v − value). It is added in three parts: the gradient
+    of the negative entropy, a part with log p at the ids, and a part with `LOG_ZERO` at all other tokens.
     """
     has_ids_C = (log_p_CK > -math.inf).any(1)
     cost_CK = -log_softmax(log_p_CK).clamp(min=LOG_ZERO)
@@ -121,6 +123,7 @@ def _zero_outside(
 
 
 def sampled(tile: Tile, signal: Sampled, temperature: float, weights_C: Tensor) -> TermResult:
+    """Return the estimated cross-entropy, and add its gradient to the tile."""
     chunk = signal.rows(tile.rows)
     present_CM = (chunk.ids_TM >= 0) & (chunk.ids_TM < tile.vocabulary)
     p_CM = chunk.weights_TM.detach().to(weights_C.dtype).masked_fill(~present_CM, 0.0)
@@ -132,5 +135,5 @@ def sampled(tile: Tile, signal: Sampled, temperature: float, weights_C: Tensor) 
 
 
 def entropy(log_probs: Tensor) -> Tensor:
-    """−Σ p log p over the last dim, with 0·log 0 = 0."""
+    """Return −Σ p log p over the last dim, with 0·log 0 = 0."""
     return -expect(log_probs.exp(), log_probs).sum(-1)

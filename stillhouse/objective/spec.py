@@ -30,7 +30,9 @@ from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
 @dataclass(frozen=True)
 class TeacherShare:
-    """weight: the factor of the divergence from this teacher or, in a mixture, of the teacher's probabilities.
+    """The settings of one of several teachers.
+
+    weight: the factor of the divergence from this teacher or, in a mixture, of the teacher's probabilities.
     temperature: the temperature of the divergence from this teacher, or None for the objective's temperature.
     """
 
@@ -42,16 +44,19 @@ class TeacherShare:
 class ObjectiveSpec:
     """The objective of a run, without the data of a batch. The coefficient of an absent term is None.
 
-    teachers: the settings of several teachers, by name. is_mixture: whether there is one divergence from the weighted
-        sum of the teachers' probabilities, instead of one divergence from each teacher.
-    teacher_kl: the factor of log p(y) − log q_old(y), the k1 estimator of reverse KL, which is added to the
-        advantage. p and q_old are at the sampling temperature, also if a divergence has another temperature.
-    discount: γ in 0 … 1. The log-ratio of a later token u is added to the advantage of token t with factor γ^(u−t).
+    teachers: the settings of several teachers, by name.
+    is_mixture: True for one divergence from the weighted sum of the teachers' probabilities, False for one divergence
+        from each teacher.
+    teacher_kl: the factor of log p(y) − log q_old(y), the negative k1 estimator of reverse KL, in the advantage. p
+        and q_old are at the sampling temperature, also if a divergence has another temperature.
+    discount: γ in 0 … 1. teacher_kl · γ^(u−t) times the log-ratio of a later token u is added to token t's advantage.
     correction: the correction of sampled_kl, and of policy_gradient with the surrogate "corrected".
-    sampling_temperature: the temperature at which the student samples tokens. sampling_temperatures: replaces it, if
-        tokens are sampled at several temperatures. `per_token[SAMPLING]` has the number of each row's temperature.
-    by_origin: the objective of each origin (`sampled_tokens.py`), in place of the coefficients above. All other
-        settings must be the same in these objectives. Rows of an origin without an objective have no loss.
+    sampling_temperature: the temperature at which the student samples tokens.
+    sampling_temperatures: all temperatures, if the student samples tokens at several. `per_token[SAMPLING]` has the
+        index of each row's temperature.
+    by_origin: the objective of each origin (`sampled_tokens.py`), in place of the coefficients above. All of these
+        objectives must have the same temperatures and scale_by_temperature_squared. Rows of an origin without an
+        objective have no loss.
     """
 
     cross_entropy: float | None = None
@@ -77,7 +82,7 @@ class ObjectiveSpec:
 
     @classmethod
     def from_origins(cls, by_origin: Mapping[str, "ObjectiveSpec"]) -> "ObjectiveSpec":
-        """Return the objective with a part for each origin. If all parts are equal, return one of them."""
+        """Return the objective with one objective for each origin, or one of these objectives if all are equal."""
         first, *others = by_origin.values()
         if all(other == first for other in others):
             return first
@@ -104,12 +109,12 @@ class ObjectiveSpec:
 
     @property
     def needs_rollouts(self) -> bool:
-        """Whether a term needs tokens that the student has sampled, and their old log-probabilities."""
+        """True if a term needs tokens that the student has sampled, and their old log-probabilities."""
         return any(part.sampled_kl is not None or part.policy_gradient is not None for part in self.parts)
 
     @property
     def uses_ratios(self) -> bool:
-        """Whether a term depends on the ratio of a token's probabilities now and when the student sampled it."""
+        """True if a term depends on q / q_old, the ratio of a token's probability now to that at its sampling."""
         return any(
             (part.policy_gradient is not None and part.policy.kind != "corrected")
             or (part.needs_rollouts and part.correction.kind != "none")
@@ -118,25 +123,26 @@ class ObjectiveSpec:
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether rewards are the only source of advantages. With teacher_kl, rewards are optional."""
+        """True if rewards are the only source of advantages. With teacher_kl, rewards are optional."""
         return self.policy_gradient is not None and not self.teacher_kl
 
     def at_mtp_depths(self) -> "ObjectiveSpec":
         """Return the objective of the MTP depths > 0: without sampled_kl and policy_gradient.
 
-        These two need sampled tokens, and tokens are sampled only from depth 0. Raises ValueError if no term remains,
-        and for an objective by origin.
+        The two terms need sampled tokens, and tokens are sampled only from depth 0. Raises ValueError if no term
+        remains, and for an objective by origin.
         """
         if self.by_origin:
             raise ValueError(
-                "an objective by origin at further depths of multi-token prediction: expected one for all origins"
+                "an objective by origin for multi-token prediction: expected one objective for all origins at the "
+                "depths after the first; set student.mtp.objective"
             )
         rest = replace(self, sampled_kl=None, policy_gradient=None, teacher_kl=0.0, discount=0.0)
         if all(term is None for term in (rest.cross_entropy, rest.divergence, rest.entropy)):
             raise ValueError(
-                f"{self.in_words()} at further depths of multi-token prediction: expected a divergence or "
-                "cross_entropy beside it, since tokens are sampled only from depth 0, or another objective in "
-                "student.mtp.objective"
+                f"{self.in_words()} at the depths of multi-token prediction after the first: expected an objective "
+                "that also has a divergence or cross_entropy, because tokens are sampled only from depth 0; add one, "
+                "or set student.mtp.objective"
             )
         return rest
 
@@ -173,14 +179,14 @@ class ObjectiveSpec:
         return terms
 
     def _terms(self, tokens: SampledTokens, signals: Signals) -> list[Term]:
-        """The terms of an objective by origin have the weight 0 at rows of other origins."""
+        """Return the terms. The terms of an origin have the weight 0 at rows of other origins."""
         labels_T, terms = tokens.labels_T, list[Term]()
         masks = origin_masks(labels_T, tokens.per_token) if self.by_origin else {}
         for origin, part in self.by_origin.items():
             for term in part._terms(tokens, signals):
                 mask_T = masks[origin]
                 weights_T = mask_T.float() if term.weights_T is None else term.weights_T * mask_T
-                # terms at sampled tokens keep their names, because only the student's completions have such terms
+                # terms at sampled tokens need no label, because only the origin "student" has such terms
                 if isinstance(term, SampledTerm):
                     terms.append(replace(term, weights_T=weights_T))  # type: ignore[type-var]
                 else:
@@ -188,7 +194,7 @@ class ObjectiveSpec:
         if self.by_origin:
             return terms
         if self.cross_entropy is not None:
-            # the term's scale also multiplies z-loss, but in the expression z-loss has its own coefficient
+            # the term's scale also multiplies z-loss, so z-loss's coefficient in the expression is divided by it
             settings = (self.cross_entropy, self.label_smoothing, self.z_loss / self.cross_entropy)
             others_T = None if tokens.weights_T is None else 1 - tokens.weights_T
             terms.append(CrossEntropy(labels_T, *settings, weights_T=others_T))
@@ -227,7 +233,7 @@ class ObjectiveSpec:
                 f"signals of {', '.join(signals)}: expected one signal, or the share of each teacher in `teachers`"
             )
         unknown = signals.keys() - self.teachers.keys() if self.teachers else set()
-        # without a mixture, a teacher's signal may be absent, because a batch may have no rows that are routed to it
+        # without a mixture, the signal of a teacher is absent if no rows of the batch are routed to this teacher
         missing = self.teachers.keys() - signals.keys() if self.is_mixture else set()
         if unknown or missing:
             raise ValueError(
@@ -255,7 +261,7 @@ class ObjectiveSpec:
             if not isinstance(signal, SpanSignal):
                 terms.append(Distill(signal, divergence, scale, *settings, label=label))
                 continue
-            # a sum of divergences has its coefficients inside; the continuation is scaled by their sum
+            # a sum of divergences contains its coefficients; the continuation is scaled by the sum of coefficients
             total = scale * sum(coefficient for coefficient, _ in weighted_parts(divergence))
             first_T, later_T = signal.first_weights_T, signal.continuation_weights_T
             terms.append(Distill(signal.first, divergence, scale, *settings, weights_T=first_T, label=label))
@@ -263,7 +269,7 @@ class ObjectiveSpec:
         return terms
 
     def _policy_gradient_term(self, scale: float, tokens: SampledTokens, signals: Signals) -> PolicyGradient:
-        """The term has the sampling temperature, because the policy is the distribution of the sampled tokens."""
+        """Return the term at the sampling temperature, the temperature of the policy that samples the tokens."""
         old_T = tokens.at_sampled(OLD_LOG_PROBS)
         has_rewards = self.needs_rewards or ADVANTAGES in tokens.per_token
         advantages_T = tokens.at_sampled(ADVANTAGES) if has_rewards else None
@@ -273,7 +279,7 @@ class ObjectiveSpec:
             at_temperatures = (self._shares(signals, value) for value in distinct_temperatures(temperatures))
             shares = list(zip(*at_temperatures, strict=True))
             if policy.kl_scale and len(shares) > 1:
-                raise ValueError(f"kl_scale={policy.kl_scale} with {len(shares)} teachers: expected one")
+                raise ValueError(f"kl_scale={policy.kl_scale} with {len(shares)} teachers: expected one teacher")
             for teacher in shares:
                 weight = teacher[0][2]
                 reference_T = tokens.log_probs([signal for _, signal, *_ in teacher], temperatures)
@@ -337,14 +343,14 @@ class ObjectiveSpec:
 
 
 def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_squared: bool = False) -> ObjectiveSpec:
-    """Return the objective of an expression (`expression.py`). Raises ValueError as `expression_fields` does."""
+    """Return the objective of an expression (`expression.py`). Raises ValueError where `expression_fields` does."""
     return read_objective(text, PARAMETERS, temperature, scale_by_temperature_squared)
 
 
 def read_objective(
     text: str, kinds: DivergenceKinds, temperature: float = 1.0, scale_by_temperature_squared: bool = False
 ) -> ObjectiveSpec:
-    """Return the objective of an expression that may name these divergences."""
+    """Return the objective of an expression. kinds: the divergences that the expression can name."""
     fields, divergences = expression_fields(text, kinds)
     if divergences:
         foreign = {one.name: kinds[one.name] for one in divergences if one.name not in DIVERGENCES}

@@ -1,4 +1,4 @@
-"""The terms of an objective: each reads the statistics of one tile of student logits and adds to its gradient.
+"""The terms of an objective. A term reads the statistics of a tile of student logits and adds to the tile's gradient.
 
 Before the first chunk, a term requests its statistics (`request`). For each chunk, `add_to(tile)` returns the term's
 value per token in nats and adds the gradient of `weight · value` with respect to the tile's logits, as coefficients
@@ -46,12 +46,12 @@ class Term(ABC):
 
     @property
     def tokens(self) -> int | None:
-        """The number T of rows of the term's tensors; None if it has no tensors."""
+        """The number T of rows of the term's tensors; None if the term has no tensors."""
         return None
 
     @property
     def factor(self) -> float:
-        """τ² with `scale_by_temperature_squared`, otherwise 1."""
+        """τ² with `scale_by_temperature_squared`, 1 without it."""
         return self.temperature**2 if self.scale_by_temperature_squared else 1.0
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Term(ABC):
         return []
 
     def counted(self, rows: RowIndex, weights_C: Tensor) -> Tensor:
-        """Return a mask of the rows with a value and with non-zero weights in the objective and the term, [C]."""
+        """Return a mask [C] of the rows that have a value, and a non-zero weight in the objective and in the term."""
         return weights_C != 0 if self.weights_T is None else (weights_C != 0) & (self.weights_T[rows] != 0)
 
 
@@ -105,7 +105,7 @@ class LabelTerm(Term):
         if is_readable(label_C) and bool((label_C >= tile.vocabulary).any()):
             raise ValueError(
                 f"labels_T holds {int(label_C.max())}: expected labels below {tile.vocabulary}, the size of the "
-                "vocabulary, or a negative one where there is nothing to predict"
+                "vocabulary, or a negative label for a row without a target"
             )
 
 
@@ -113,8 +113,9 @@ class LabelTerm(Term):
 class CrossEntropy(LabelTerm):
     """(1 − ε)(−log q_y) + ε·mean_v(−log q_v) + z_loss·(log Σ e^logits)² for ε = label_smoothing and the label y.
 
-    Row t predicts labels_T[t]: the code that makes the batch shifts the labels. A row with a negative label has no
-    value. With smoothing or z-loss, the plain −log q_y is also reported; with z-loss, also the z-loss summand.
+    Row t predicts labels_T[t]: the code that makes the batch has already shifted the labels. A row with a negative
+    label has no value. With smoothing or z-loss, the plain −log q_y is a further metric, and so is the z-loss
+    summand.
     """
 
     labels_T: Tensor
@@ -165,11 +166,11 @@ class CrossEntropy(LabelTerm):
 
 @dataclass(frozen=True, eq=False)
 class Distill(Term):
-    """A divergence between the teacher of `signal` and the student, at a temperature that divides both logits.
+    """A divergence between the teacher of `signal` and the student. The temperature divides the logits of both.
 
-    For a sum of divergences, the metrics also have each divergence's value, times τ² with
-    `scale_by_temperature_squared`, but without its coefficient. `label`, for example the teacher's name, is appended
-    to the names of the term and its statistics, after a slash.
+    For a sum of divergences, the metrics also have the value of each divergence without its coefficient (multiplied
+    by τ² with `scale_by_temperature_squared`). `label`, for example the teacher's name, is appended with a slash to
+    the names of the term and its statistics.
     """
 
     signal: Signal
@@ -184,25 +185,26 @@ class Distill(Term):
     def __post_init__(self) -> None:
         if not isinstance(self.signal, Signal):
             raise ValueError(
-                f"signal is of type {type(self.signal).__name__}: expected what a teacher's `signal(ids)` returns, or"
-                " FullVocab(hidden, head), DenseLogits(logits), TopK(…)"
+                f"signal is of type {type(self.signal).__name__}: expected the result of a teacher's `signal(ids)`, "
+                "or FullVocab(hidden, head), DenseLogits(logits), TopK(…)"
             )
         _require_divergence(self.divergence)
         super().__post_init__()
         if self.label is not None and (not self.label or "#" in self.label):
             raise ValueError(
-                f"label={self.label!r}: expected a name without '#', which numbers terms of the same name, or None"
+                f"label={self.label!r}: expected None, or a name without '#' (metrics number terms with '#')"
             )
         signal = self.signal
         signal.require_temperature(self.temperature)
         if isinstance(signal, Sampled) and not isinstance(self.divergence, ForwardKL):
             raise ValueError(
-                f"sampled teacher ids estimate forward_kl only, not {self.divergence}; send top-k ids for it"
+                f"sampled teacher ids with {self.divergence}: expected forward_kl; for another divergence, send "
+                "top-k ids"
             )
         if isinstance(signal, SparseSignal) and signal.tail == "zero" and not isinstance(self.divergence, ReverseKL):
             raise ValueError(
-                f"tail='zero' with {self.divergence}: expected reverse_kl, the only divergence that needs "
-                "the teacher's mass outside the ids; use the tail 'bucket', or a separate term for reverse_kl"
+                f"tail='zero' with {self.divergence}: expected reverse_kl, the only divergence with this "
+                "tail; use the tail 'bucket', or a separate term for reverse_kl"
             )
 
     @property
@@ -249,7 +251,7 @@ class Distill(Term):
 
 @dataclass(frozen=True, eq=False)
 class Entropy(Term):
-    """Adds scale · entropy of the student to the loss, so an entropy bonus has a negative scale."""
+    """A term that adds scale · entropy of the student to the loss. An entropy bonus has a negative scale."""
 
     scale: float
     temperature: float = 1.0
@@ -274,7 +276,7 @@ class Entropy(Term):
 
 
 def require_terms(terms: object) -> None:
-    """Raise ValueError unless this is a sequence of terms. A common mistake is a divergence without a signal."""
+    """Require a sequence of terms. A common mistake is a divergence in place of a `Distill` with this divergence."""
     if not isinstance(terms, Sequence):
         raise ValueError(f"terms is of type {type(terms).__name__}: expected a list of terms")
     for at, term in enumerate(terms):
@@ -294,15 +296,15 @@ def require_attribute(role: str, value: object, name: str, expected: str) -> Non
 def _require_divergence(divergence: object) -> None:
     if isinstance(divergence, type) and issubclass(divergence, Divergence):
         name = divergence.__name__
-        raise ValueError(f"divergence is the class {name}: expected one such as forward_kl() or jsd(0.5): {name}(…)")
+        raise ValueError(f"divergence is the class {name}: expected an object, such as forward_kl(); write {name}(…)")
     if not isinstance(divergence, Divergence):
         raise ValueError(
-            f"divergence is of type {type(divergence).__name__}: expected one such as forward_kl() or jsd(0.5); your "
-            "own class is a frozen dataclass that derives from Divergence and has definition, balanced and "
-            "balanced_slope"
+            f"divergence is of type {type(divergence).__name__}: expected a divergence such as forward_kl() or "
+            "jsd(0.5); your own class must be a frozen dataclass that derives from Divergence and has definition, "
+            "balanced and balanced_slope"
         )
     for _, part in weighted_parts(divergence):
-        expected = "a class variable with its Definition(name, value, slope), as docs/extending.md shows it"
+        expected = "a class variable with its Definition(name, value, slope), as in docs/extending.md"
         require_attribute("divergence", part, "definition", expected)
 
 

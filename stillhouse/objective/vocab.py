@@ -1,10 +1,11 @@
 """Vocabulary shards: the rows of an output head on this rank, the objective's collectives, and the top K over ranks.
 
-This is the only file of the objective that uses torch.distributed. The rows of a head are sharded over R ranks, which
-may hold different numbers of rows. Hidden states, labels and teacher signals are replicated. For each chunk of C
-tokens, every rank computes S sums per token over its own rows; one all-gather of R·C·S numbers (`AsyncAllGather`)
-gives all of them to every rank. Backward all-reduces the hidden states' gradient once if
-`VocabShard.reduce_hidden_grad` is True. A rank with fewer than K rows pads its top K candidates: id −1, logit −∞.
+This is the only file of the objective that uses torch.distributed. The rows of a head are sharded over R ranks, whose
+numbers of rows can differ. Hidden states, labels and teacher signals are replicated. For each chunk of C tokens,
+every rank computes S sums per token over its own rows, and one all-gather of R·C·S numbers (`AsyncAllGather`) gives
+the sums of all ranks to every rank. Backward all-reduces the hidden states' gradient once if
+`VocabShard.reduce_hidden_grad` is True. A rank with fewer than K rows pads its top K candidates with the id −1 and
+the logit −∞.
 
 C rows of a chunk, V vocabulary of this rank, K ids per row, N = R·K candidates of a row, X numbers of a row.
 """
@@ -24,7 +25,7 @@ from stillhouse.objective.numerics import log_sum_exp
 
 Range = tuple[int, int]
 
-# torch 2.13 has renamed this function and warns about the old name
+# torch 2.13 has renamed this function, and the old name gives a warning
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -37,8 +38,8 @@ class VocabShard:
     not change, because the first use of an object exchanges the borders with the other ranks.
 
     `group`: None if this rank has all rows.
-    `reduce_hidden_grad`: whether the objective sums the gradient of the hidden states over the group. If not, the
-    layer below sums it, as with sequence parallelism.
+    `reduce_hidden_grad`: True if the objective sums the gradient of the hidden states over the group, False if the
+    layer before the head sums it, as with sequence parallelism.
     """
 
     start: int
@@ -67,7 +68,7 @@ class VocabShard:
                 raise ValueError(
                     f"vocabulary shards {', '.join(f'{a}:{b}' for a, b in borders)}: expected rows from 0 on that "
                     f"follow one another; row {min(start, expected_start)} is held "
-                    + ("by none" if start > expected_start else "twice")
+                    + ("by no rank" if start > expected_start else "by two ranks")
                 )
             expected_start = stop
         return borders
@@ -88,10 +89,10 @@ class VocabShard:
 
 
 def check_shard(shard: VocabShard, rows: int) -> None:
-    """Require that the shard's range has `rows` rows, the number of rows on this rank."""
+    """Require that the shard's range has `rows` rows. rows: the number of rows on this rank."""
     if shard.stop - shard.start != rows:
         raise ValueError(
-            f"VocabShard({shard.start}, {shard.stop}) with {rows} rows: expected {shard.stop - shard.start}"
+            f"VocabShard({shard.start}, {shard.stop}) with {rows} rows: expected {shard.stop - shard.start} rows"
         )
 
 
@@ -117,7 +118,7 @@ class AsyncAllGather:
 
 
 def reduce_hidden_grad(grad_TD: Tensor, shard: VocabShard | None) -> Tensor:
-    """All-reduce the hidden states' gradient in place if `shard.reduce_hidden_grad` is true."""
+    """All-reduce the hidden states' gradient in place if `shard.reduce_hidden_grad` is True."""
     if shard is not None and not shard.is_alone and shard.reduce_hidden_grad:
         dist.all_reduce(grad_TD, group=shard.group)
     return grad_TD
@@ -126,16 +127,16 @@ def reduce_hidden_grad(grad_TD: Tensor, shard: VocabShard | None) -> Tensor:
 def rows_of(rows_VX: Tensor, shard: VocabShard | None, student: VocabShard | None, vocabulary: int) -> Tensor:
     """Return the rows of a head's weight or bias that belong to the student's shard and are below `vocabulary`.
 
-    rows_VX: the head's rows on this rank: the rows of `shard`, or all rows if it is None. If a rank needs rows that
-    it does not have, the ranks exchange rows. The result is cached until the tensor is modified or freed.
+    rows_VX: the head's rows on this rank, which are the rows of `shard`, or all rows if `shard` is None. If a rank
+    needs rows of other ranks, the ranks exchange rows, and cache them until rows_VX is modified or freed.
     """
     if shard is None or shard.is_alone:
         start, stop = (0, vocabulary) if student is None else student.within(vocabulary)
         return rows_VX[start:stop]
     if student is None or student.is_alone:
         raise ValueError(
-            f"a teacher head of rows {shard.start}:{shard.stop} over {len(shard.borders)} ranks, a student head that "
-            "has all rows here: expected the student's head sharded over the same ranks, or an unsharded teacher head"
+            f"a teacher head of rows {shard.start}:{shard.stop} over {len(shard.borders)} ranks, a student head with "
+            "all rows: expected the student's head sharded over the same ranks, or an unsharded teacher head"
         )
     assert shard.group is not None
     assert student.group is not None
@@ -157,12 +158,12 @@ def rows_of(rows_VX: Tensor, shard: VocabShard | None, student: VocabShard | Non
     return cached[1]
 
 
-#: cache of exchanged rows by their source tensor; an entry is freed with its tensor, and replaced if it was modified
+#: cache of exchanged rows by their source tensor; a freed tensor frees its entry, a changed tensor replaces it
 _EXCHANGED = WeakTensorKeyDictionary()
 
 
 def _resharded(rows_VX: Tensor, shard: VocabShard, wanted: list[Range]) -> Tensor:
-    """Send every other rank the rows that it needs. The ranges of `wanted` are contiguous, as are the borders."""
+    """Exchange rows with the other ranks, and return this rank's rows. wanted: the range that each rank needs."""
     held, want = (shard.start, shard.stop), wanted[dist.get_rank(shard.group)]
     outgoing = [_overlap(held, border) for border in wanted]
     incoming = [_overlap(border, want) for border in shard.borders]
@@ -204,15 +205,15 @@ class TopKLogits:
 
     @property
     def tail_log_prob_C(self) -> Tensor:
-        """The log of the mass outside the ids, from a separate sum: 1 − Σp has no correct digit on peaked rows."""
+        """The log of the mass outside the ids. 1 − Σp would have no correct digit on peaked rows."""
         return self.outside_C.log() - self.log_mass_C
 
 
 def top_k(logits_CV: Tensor, k: int, shard: VocabShard | None, inside_C1: Tensor | None = None) -> TopKLogits:
-    """Return the top K ids and the mass outside them. Over several ranks, this is one all-gather.
+    """Return the top K ids and the mass outside them. With several ranks, this needs one all-gather.
 
-    logits_CV: this rank's part of the logits, divided by the temperature; it is overwritten.
-    inside_C1: an additional id of each row; its mass is excluded from the mass outside. Not supported with shards.
+    logits_CV: this rank's part of the logits, divided by the temperature. This tensor is overwritten.
+    inside_C1: an additional id of each row, whose mass is not counted as mass outside; not supported with shards.
     """
     best_CK, ids_CK = local_top_k(logits_CV, k, shard)
     if logits_CV.shape[1]:
@@ -221,7 +222,7 @@ def top_k(logits_CV: Tensor, k: int, shard: VocabShard | None, inside_C1: Tensor
         if inside_C1 is not None:
             logits_CV.scatter_(1, inside_C1, -math.inf)
         rest_C1 = logits_CV.sub_(best_CK[:, :1]).exp_().sum(1, keepdim=True)
-    else:  # −inf − (−inf) is NaN
+    else:  # a rank without columns has no mass
         rest_C1 = torch.zeros_like(best_CK[:, :1])
     ranks_RCX = AsyncAllGather(torch.cat([best_CK, ids_CK, best_CK[:, :1], rest_C1], 1), shard).wait()
     logits_RCK, ids_RCK, largest_RC1, rest_RC1 = ranks_RCX.split([k, k, 1, 1], 2)

@@ -228,5 +228,7 @@ def test_further_depths_have_what_is_left_of_an_objective() -> None:
     is_other_T = (shifted.per_token[IS_SAMPLED] == 0) & (shifted.labels_T >= 0) & (shifted.weights_T != 0)
     assert torch.equal(output.per_token["cross_entropy"] != 0, is_other_T)
     alone = StepLoss(parse_objective("policy_gradient + sampled_kl"))
-    with pytest.raises(ValueError, match=r"policy gradient .* at further depths of multi-token prediction: expected"):
+    with pytest.raises(
+        ValueError, match=r"policy gradient .* at the depths of multi-token prediction after the first: expected"
+    ):
         alone(hidden_states=leaves.hidden[None], head=head, context=context, depth=1)

@@ -204,13 +204,13 @@ def span() -> SpanSignal:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: sparse(TopK, 0.7), "taken at temperature 0.7, the term needs them at 1.0"),
-        (lambda: make_mixture(temperature=2.0), "taken at temperature 2.0, the term needs them at 1.0"),
+        (lambda: sparse(TopK, 0.7), "are at temperature 0.7, the term needs them at 1.0"),
+        (lambda: make_mixture(temperature=2.0), "are at temperature 2.0, the term needs them at 1.0"),
         (lambda: make_full().rows(slice(0, 3)), "a signal of 3 tokens with 37 labels"),
-        (lambda: Sampled(torch.zeros(T, 2, dtype=torch.int64), torch.ones(T, 2)), "Sampled does not give the"),
-        (span, "SpanSignal does not give the probability of a certain token: expected FullVocab"),
-        (lambda: RoutedSignal(make_full(), torch.arange(T)), "RoutedSignal does not give"),
-        (lambda: StudentHidden(torch.zeros(T, 8)), "StudentHidden does not give"),
+        (lambda: Sampled(torch.zeros(T, 2, dtype=torch.int64), torch.ones(T, 2)), "Sampled does not contain the"),
+        (span, "SpanSignal does not contain the probability of the sampled token: expected FullVocab"),
+        (lambda: RoutedSignal(make_full(), torch.arange(T)), "RoutedSignal does not contain"),
+        (lambda: StudentHidden(torch.zeros(T, 8)), "StudentHidden does not contain"),
     ],
     ids=["temperature", "mixture", "rows", "sampled", "spans", "routed", "not opened"],
 )
@@ -225,7 +225,7 @@ def test_a_sampled_token_that_is_not_among_the_ids() -> None:
     ids_TK[[1, 6]] = -1
     ids_TK[0] = -1  # a row without a label needs none
     message = (
-        "TopK with 5 ids per row: at 2 of 29 rows the sampled token is not among them; expected top_k with the actual"
+        "TopK with 5 ids per row: at 2 of 29 rows the sampled token is not among the ids; expected ids that include"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         teacher_log_probs(replace(signal, ids_TK=ids_TK), LABELS)

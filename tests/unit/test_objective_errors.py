@@ -108,7 +108,7 @@ def test_a_shard_that_does_not_fit_is_refused() -> None:
     assert linear_objective(torch.zeros(T, D), head, CE).loss > 0
     with pytest.raises(ValueError, match=f"{V} rows: expected {2 * V}"):
         replace(head, shard=VocabShard(0, 2 * V, None))
-    with pytest.raises(ValueError, match="row 0 is held by none"):
+    with pytest.raises(ValueError, match="row 0 is held by no rank"):
         logits_objective(torch.zeros(T, V), CE, shard=VocabShard(V, 2 * V, None))
     with pytest.raises(ValueError, match="start ≤ stop"):
         VocabShard(5, 3, None)

@@ -1,9 +1,9 @@
 """The loop over the chunks of a pass, and the work on a chunk's rows between its kernels and collectives.
 
-On a GPU, the statistics, terms and sums of a chunk would be hundreds of small kernels. So they run as two compiled
-functions: `row_masks` and `finish_rows`. Both run the terms' own Python code, once, on symbolic tensors and on terms
-that are rebuilt from a `TermLayout`, a description of a pass's terms without their tensors. So both functions are
-compiled once for all micro-batches with equal layouts.
+On a GPU, the statistics, terms and sums of a chunk would be hundreds of small kernels, so they run as two compiled
+functions, `row_masks` and `finish_rows`. To compile them, the terms' own Python code runs once, on symbolic tensors
+and on terms that are rebuilt from a `TermLayout`, which describes the terms of a pass without their tensors.
+Micro-batches with equal layouts use the same compiled functions.
 
 C rows of a chunk of T tokens, K sums, N terms, R ranks, X numbers of a row.
 """
@@ -46,15 +46,15 @@ def chunks(tokens: int, valid_index: Tensor | None, size: int) -> Iterator[RowIn
 
 
 def tile_rows(provider: LogitsProvider, tokens: int) -> int:
-    """Return the rows of a tile that fit the memory budget, chosen so that all chunks have about the same size."""
+    """Return the number of rows of a tile. It fits the memory budget and gives chunks of about equal size."""
     device = provider.device.type if provider.device.type in TILE_BYTES else "cpu"
     fewest, most = TILE_ROWS[device]
-    # over shards, every rank must get the same number
+    # with vocabulary shards, every rank must get the same number of rows
     columns = provider.vocabulary if provider.shard is None else provider.shard.most_rows
     rows = min(most, max(fewest, TILE_BYTES[device] // (columns * provider.dtype.itemsize)))
     if not tokens:
         return rows
-    # compiled functions copy inputs whose address is not a multiple of 16 bytes
+    # compiled functions copy inputs whose address is not a multiple of 16 bytes, so chunks begin at such addresses
     unit = 1 if device == "cpu" else ALIGNED
     return math.ceil(tokens / math.ceil(tokens / (rows // unit * unit)) / unit) * unit
 
@@ -67,7 +67,7 @@ def run_chunks(
     valid_index: Tensor | None,
     chunk_tokens: int | None,
 ) -> Totals:
-    """Add the gradient of the terms' loss on these rows to the provider's gradients, and return the sums.
+    """Add the gradient of the terms' loss to the provider's gradients, and return the totals of the pass.
 
     tokens: T.
     valid_index: the rows to compute, or None for all rows.
@@ -79,7 +79,7 @@ def run_chunks(
     weights_T = one.expand(tokens) if weights_T is None else weights_T.to(provider.device, provider.dtype)
     plan = requested_plan(terms, provider.scale, provider.softcap)
     work = None
-    # a term of a user may contain anything, and its code may be impossible to compile
+    # a term of another package can contain code that cannot be compiled
     packages = {type(term).__module__.partition(".")[0] for term in terms}
     if provider.device.type in ROW_DEVICES and packages <= {__name__.partition(".")[0]}:
         work = ChunkWork(terms, plan, provider, weights_T, valid_index)
@@ -125,7 +125,7 @@ def _finish(
 
 
 class ChunkWork:
-    """The compiled work on the rows of a pass's chunks. Its sums are one tensor, to launch few kernels per chunk."""
+    """The compiled work on the rows of a pass's chunks. All sums are one tensor, to launch few kernels per chunk."""
 
     def __init__(
         self, terms: Sequence[Term], plan: TilePlan, provider: LogitsProvider, weights_T: Tensor, index: Tensor | None
@@ -133,14 +133,14 @@ class ChunkWork:
         """index: the rows of the pass, or None for all rows."""
         self._layout, self._per_token = term_layout(terms, plan, provider)
         chosen = [tensor if index is None else tensor[index] for tensor in (weights_T, *self._per_token)]
-        # functions are compiled for the strides of their inputs
+        # functions are compiled for the strides of their inputs, so all inputs are contiguous
         self._tensors = [tensor.contiguous() for tensor in chosen]
         self._tokens = len(weights_T)
         self._sums_K: Tensor | None = None
         self._values_NT = torch.empty(0)
 
     def start(self, chunk: slice) -> tuple[Tensor, dict[Tensor, Tensor], Tensor, Tensor]:
-        """Return the weights, the tensors of the terms and the `masks` for a chunk of the pass's rows."""
+        """Return the weights, the tensors of the terms and the two `masks` of a chunk of the pass's rows."""
         tensors = [tensor[chunk] for tensor in self._tensors]
         seen_C, *counted = traced(row_masks, self._layout, tensors, [])
         return tensors[0], dict(zip(self._per_token, tensors[1:], strict=True)), seen_C, (counted or [seen_C])[0]
@@ -171,7 +171,10 @@ class ChunkWork:
 
 
 def masks(terms: Sequence[Term], rows: RowIndex, weights_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows that a term reads and those that the loss counts, [C] each; one tensor if they are equal."""
+    """Return two masks [C]: the rows that a term reads, and the rows that count in the loss.
+
+    If no term has the scale 0, the two masks are the same tensor.
+    """
     # a term of scale 0 is only reported: its rows are computed, but the term adds nothing to the loss
     seen_C = counted_C = torch.zeros_like(weights_C, dtype=torch.bool)
     for term in terms:
@@ -182,7 +185,7 @@ def masks(terms: Sequence[Term], rows: RowIndex, weights_C: Tensor) -> tuple[Ten
 
 
 def row_masks(layout: "TermLayout", weights_C: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return `masks`, without the second mask if both are equal."""
+    """Return `masks`, without the second mask if it is the same tensor as the first."""
     seen_C, counted_C = masks(layout.build(tensors), slice(None), weights_C)
     return (seen_C,) if counted_C is seen_C else (seen_C, counted_C)
 
@@ -190,9 +193,9 @@ def row_masks(layout: "TermLayout", weights_C: Tensor, *tensors: Tensor) -> tupl
 def finish_rows(layout: "TermLayout", gathered_CRX: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the sums [K], the first of which is the loss, and the terms' values [N, C].
 
-    With gradients, also return the normalizers and coefficients [C, X], and the tensors of `Tile.gradient_at_ids`.
-    tensors: the normalized sums, if the plan has a second sweep; the weights; the mask of counted rows; the tensors
-    of the terms; the tiles.
+    If a gradient is needed, also return the normalizers and coefficients [C, X], and the tensors of
+    `Tile.gradient_at_ids`. gathered_CRX: the raw sums of all ranks. tensors: the normalized sums, if the plan has a
+    second sweep; the weights; the mask of counted rows; the tensors of the terms; the tiles.
     """
     at = len(tensors) - layout.tensors - layout.tiles
     gathered = [gathered_CRX, *tensors[: at - 2]]
@@ -214,7 +217,7 @@ def finish_rows(layout: "TermLayout", gathered_CRX: Tensor, *tensors: Tensor) ->
 
 @dataclass(frozen=True)
 class _Slot:
-    """The place of a tensor in the list of tensors. shape: the shape of a row."""
+    """The place of a tensor in the list of the terms' tensors. shape: the shape of one row."""
 
     number: int
     shape: tuple[int, ...]
@@ -223,7 +226,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Object:
-    """A term, a signal or temperatures. number: the same object has the same number wherever it is used."""
+    """A term, a signal or `RowTemperatures`. number: the same at all places where the object is used."""
 
     number: int
     kind: type
@@ -232,12 +235,13 @@ class _Object:
 
 @dataclass(frozen=True)
 class TermLayout:
-    """The properties on which the code of a pass's terms depends. With equal layouts, the code is the same.
+    """All properties on which the compiled code of a pass's terms depends. Equal layouts give the same code.
 
-    tensors, tiles: the numbers of the terms' tensors and of tiles.
+    tensors: how many tensors the terms have.
+    tiles: how many tiles a chunk has.
     first: the first id of the vocabulary on this rank.
     dtype, rounded: the dtypes of the logits and of their gradient.
-    keys: the keys of the sums that `finish_rows` returns; it also sets them.
+    keys: the keys of the sums that `finish_rows` returns. `finish_rows` sets them.
     """
 
     terms: tuple[_Object, ...]
@@ -258,7 +262,7 @@ class TermLayout:
         return [_with_tensors(term, tensors, built) for term in self.terms]
 
 
-#: for equal layouts, the first of them, for which functions are compiled
+#: maps each layout to the first layout that is equal to it, for which functions are compiled
 _LAYOUTS: dict[TermLayout, TermLayout] = {}
 
 
@@ -282,7 +286,7 @@ def term_layout(terms: Sequence[Term], plan: TilePlan, provider: LogitsProvider)
     return _LAYOUTS.setdefault(layout, layout), list(slots)
 
 
-# recursive functions are not nested in others, because they would hold tensors until the garbage collector runs
+# a recursive function inside another function would hold tensors until the garbage collector runs
 def _with_tensors(entry: Any, tensors: Sequence[Tensor], built: dict[int, Any]) -> Any:
     """Return an entry of a layout with its tensors. built: the objects by number."""
     if isinstance(entry, _Slot):
@@ -292,7 +296,7 @@ def _with_tensors(entry: Any, tensors: Sequence[Tensor], built: dict[int, Any]) 
     if not isinstance(entry, _Object):
         return entry
     if entry.number not in built:
-        # the checks of __post_init__ were made for the whole pass
+        # `__post_init__` is not called, because it has already checked the term of the whole pass
         made: Any = object.__new__(entry.kind)
         built[entry.number] = made
         for name, value in entry.fields:

@@ -1,8 +1,8 @@
 """Runs each function of the tile's pass as few kernels with `torch.compile`, or in plain PyTorch.
 
-Both give the same numbers except for rounding. Plain PyTorch is used if compiling fails, with
-TORCH_COMPILE_DISABLE=1, and for small vocabularies, for which compiling costs more time than it saves: seconds for
-each plan and number of columns (torch keeps the result on disk for later processes).
+The two ways give the same numbers except for rounding. Plain PyTorch is used if compiling fails, with
+TORCH_COMPILE_DISABLE=1, and for small vocabularies, for which compiling costs more time than it saves. Compiling
+takes seconds for each plan and number of columns (torch keeps the result on disk for later processes).
 """
 
 import types
@@ -31,7 +31,7 @@ STORED_FROM = ("realize_opcount_threshold", "realize_reads_threshold", "realize_
 
 _plans = count()
 
-#: device types, and functions that cannot be compiled there; "pointwise" is all functions but the terms' own
+#: (device type, function name) that cannot be compiled; "pointwise" means all functions without code of terms
 _without_compiler: set[tuple[str, str]] = set()
 
 
@@ -43,10 +43,10 @@ def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[
 
 
 def run_rows(function: Callable[..., Any], plan: Hashable, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
-    """Call function(plan, *arguments), which is compiled on a GPU, because it is hundreds of small kernels.
+    """Call function(plan, *arguments), compiled on a GPU, where it would otherwise be hundreds of small kernels.
 
     plan: the values on which the function's code depends.
-    partly: the tiles of which it reads only a few columns.
+    partly: the tiles of which the function reads only a few columns.
     """
     if tensors_of(arguments)[0].device.type not in ROW_DEVICES:
         return function(plan, *arguments)
@@ -56,7 +56,7 @@ def run_rows(function: Callable[..., Any], plan: Hashable, *arguments: Any, part
 def traced(
     function: Callable[..., tuple[Tensor, ...]], plan: Hashable, tensors: Sequence[Tensor], partly: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Call `run_rows` for a function that torch.compile cannot read. The function runs on symbolic tensors."""
+    """Call `run_rows` for a function whose code torch.compile cannot read, and which runs on symbolic tensors."""
     return run_rows(_in_graph(function, plan), None, *tensors, partly=partly)
 
 
@@ -75,9 +75,9 @@ def tensors_of(arguments: Sequence[Any]) -> list[Tensor]:
 
 
 def _fused(function: Callable[..., Any], plan: Any, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
-    """The first dim of every tensor is the rows. Their number varies, and the other sizes are constants."""
+    """Call function(plan, *arguments), compiled if possible. The first dim of all tensors is the rows."""
     tensors = tensors_of(arguments)
-    # the terms' own code can fail to compile where the other functions do not
+    # the code of terms can fail to compile on a device where all other functions compile
     where = tensors[0].device.type, function.__name__ if plan is None else "pointwise"
     # torch treats a size of 1 as a constant, so it would compile again for a block of one row
     if len(tensors[0]) < 2 or where in _without_compiler:
@@ -87,7 +87,7 @@ def _fused(function: Callable[..., Any], plan: Any, *arguments: Any, partly: Seq
 
 @replaceable
 def as_one_kernel(function: Callable[..., Any], plan: Any, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
-    """Call a function compiled. partly: see `run_rows`; it is for a dry run."""
+    """Call function(plan, *arguments) compiled or, if that fails, in plain PyTorch. partly: for a dry run only."""
     tensors = tensors_of(arguments)
     where = tensors[0].device.type, function.__name__ if plan is None else "pointwise"
     # under a dispatch mode (such as an operation counter), torch compiles nothing and never retries the function
@@ -101,8 +101,8 @@ def as_one_kernel(function: Callable[..., Any], plan: Any, *arguments: Any, part
         _without_compiler.add(where)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(
-            f"torch.compile does not work for {where[0]} here: the objective's work beside its matrix products takes "
-            f"several times as long, with the same results ({where[1]}: {reason})",
+            f"torch.compile does not work for {where[0]} here: the objective's work apart from its matrix products "
+            f"takes several times as long, with the same results ({where[1]}: {reason})",
             stacklevel=2,
         )
         return function(plan, *arguments)
@@ -117,7 +117,7 @@ def _failures() -> tuple[type[Exception], ...]:
 
 @cache
 def _compiled(function: Callable[..., Any], plan: Any, sizes: tuple[tuple[int, ...], ...]) -> Callable[..., Any]:
-    """sizes: the sizes of the tensors without the rows."""
+    """Return the compiled function for a plan and for tensors of these sizes (without the rows)."""
 
     def planned(*arguments: Any) -> Any:
         return function(plan, *arguments)

@@ -1,10 +1,11 @@
-"""Calls the Triton kernels for the plans that they support, after a proof.
+"""Calls the Triton kernels for the plans that they support, after a test of their precision, the proof.
 
-The kernels compute the same numbers as the functions of `pointwise.py`, which all other plans use. Before the first
-tile of a plan, a proof compares both with float64 on rows that are hard to compute. If a kernel's error is larger
-than that of the plain functions, the plan uses the plain functions, with a warning.
+The kernels compute the same numbers as the plain functions of `pointwise.py`, which all other plans use. Before the
+first tile of a plan, the proof computes rows with difficult numbers by the kernels, by the plain functions and in
+float64. If the kernels' error is much larger than that of the plain functions, the plan uses the plain functions, and
+a warning is given.
 
-B or C rows, V vocabulary on this rank, P pieces, X statistics of a row, in the plan's order.
+B or C rows, V vocabulary on this rank, P pieces of a row, X statistics of a row, in the plan's order.
 """
 
 import importlib.util
@@ -28,13 +29,13 @@ Kernels = Literal["auto", "compiled", "triton"]
 
 #: the types of devices that have the kernels
 DEVICES = {"cuda"}
-#: the columns of a piece and the warps of a program
+#: (columns of a piece, warps of a program) of the kernels of sums and of the gradient kernel
 SUMS, GRADIENT = (1024, 1), (2048, 4)
 #: CUDA's limit for the second dimension of a grid, which is the number of a tile's rows
 MOST_ROWS = 65_535
-#: the weights of a Jensen–Shannon divergence for which `numerics.interpolation_logs` uses a series
+#: the range of a Jensen–Shannon divergence's beta in which `numerics.interpolation_logs` uses a series
 SERIES_BETA = (0.05, 0.95)
-#: errors that the proof allows: a multiple of the plain functions' relative error, a relative and an absolute error
+#: the errors that the proof allows: a multiple of the plain functions' error, and a relative and an absolute error
 TIMES, ROUNDING, SMALLEST = 4.0, 3e-5, 1e-14
 
 _choice: Kernels = "auto"
@@ -47,7 +48,7 @@ def use_kernels(choice: Kernels, report: Callable[[str], object] | None = None) 
 
     auto: Triton kernels for the plans that they support, if they pass their proof. compiled: `torch.compile` alone.
     triton: like auto, but a pass raises ValueError if Triton is missing or a proof fails.
-    report: called with a line that names the kernels, once for each line, before they first run on a GPU.
+    report: a function that is called once with each line about the kernels that a plan uses.
     """
     global _choice, _report
     if choice not in get_args(Kernels):
@@ -57,7 +58,7 @@ def use_kernels(choice: Kernels, report: Callable[[str], object] | None = None) 
 
 
 def has_kernels(plan: PointwisePlan, tiles_CV: Sequence[Tensor]) -> bool:
-    """Whether the kernels compute this plan on these tiles. Raises ValueError as `use_kernels` describes."""
+    """Return True if the Triton kernels compute this plan on these tiles. For the ValueError, see `use_kernels`."""
     student_CV = tiles_CV[0]
     is_fitting = student_CV.dtype == torch.float32 and 0 < len(student_CV) <= MOST_ROWS and student_CV.shape[1] > 0
     if student_CV.device.type not in DEVICES or not is_fitting:
@@ -70,10 +71,10 @@ def has_kernels(plan: PointwisePlan, tiles_CV: Sequence[Tensor]) -> bool:
 
 @replaceable
 def are_proven(plan: PointwisePlan, columns: int, device: torch.device) -> bool:
-    """Whether the kernels of a plan pass their proof. Raises ValueError as `use_kernels` describes."""
+    """Return True if the Triton kernels of a plan pass their proof. For the ValueError, see `use_kernels`."""
     reason = _refusal(plan, columns, device)
     if reason and _choice == "triton":
-        raise ValueError(f"objective.kernels=triton: {reason}: expected auto, or kernels that work here")
+        raise ValueError(f"objective.kernels=triton: {reason}: expected auto or compiled")
     if reason:
         _warn(reason)
     _say(plan, f"torch.compile ({reason})" if reason else "Triton, proven against float64")
@@ -89,7 +90,7 @@ def _say(plan: PointwisePlan, kernels: str) -> None:
 
 
 def _is_supported(plan: PointwisePlan) -> bool:
-    """One temperature, at most one dense teacher, and at most one divergence of each kind that has a kernel."""
+    """Return True for one temperature, ≤ 1 dense teacher, and ≤ 1 divergence of each kind that has a kernel."""
     temperatures = {*plan.temperatures, *(temperature for _, temperature in plan.teachers)}
     kinds = {type(divergence) for divergence, _, _ in plan.pairs}
     has_one_teacher = plan.tiles <= 2 and len(plan.teachers) == plan.tiles - 1 and not plan.buckets
@@ -104,12 +105,12 @@ def _is_supported(plan: PointwisePlan) -> bool:
 
 
 def kernel_raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
-    """`pointwise.raw_sums`, [B, X]."""
+    """Return `pointwise.raw_sums`, [B, X], by the Triton kernel."""
     return run_rows(merged_pieces, plan, kernel_piece_sums(plan, tiles_BV).transpose(0, 1))
 
 
 def merged_pieces(plan: PointwisePlan, pieces_BPX: Tensor) -> Tensor:
-    """Return the raw sums of the pieces of each row together, [B, X]."""
+    """Return the raw sums of whole rows, [B, X], from those of their pieces."""
     return merged(plan, pieces_BPX.transpose(0, 1))
 
 
@@ -147,7 +148,7 @@ def kernel_piece_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor
 
 
 def kernel_normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -> Tensor:
-    """`pointwise.normalized_sums`, [B, 2]."""
+    """Return `pointwise.normalized_sums`, [B, 2], by the Triton kernel."""
     student_BV, teacher_BV = tiles_BV
     (rows, columns), (block, warps) = student_BV.shape, SUMS
     pieces = -(-columns // block)
@@ -172,7 +173,7 @@ def kernel_normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], norm
 def kernel_gradient(
     plan: PointwisePlan, tiles_BV: Sequence[Tensor], rows_BX: Tensor, out_BV: Tensor | None = None
 ) -> None:
-    """`pointwise.gradient`, without buckets."""
+    """Write `pointwise.gradient` of a plan without buckets, by the Triton kernel."""
     student_BV, teacher_BV = tiles_BV[0], tiles_BV[-1]
     out_BV = student_BV if out_BV is None else out_BV
     (rows, columns), (block, warps) = student_BV.shape, GRADIENT
@@ -209,7 +210,7 @@ def kernel_gradient(
 def launch(
     name: str, grid: tuple[int, int], read: Sequence[Tensor], written: Tensor, *arguments: Any, **constants: Any
 ) -> None:
-    """Launch a kernel of `triton_kernels.py`. read, written: the tensors among the arguments, for a dry run."""
+    """Launch a kernel of `triton_kernels.py`. read, written: tensors among the arguments, for a dry run."""
     from stillhouse.objective.tile import triton_kernels
 
     getattr(triton_kernels, name)[grid](*arguments, **constants)
@@ -237,16 +238,16 @@ def _refusal(plan: PointwisePlan, columns: int, device: torch.device) -> str:
 @cache
 def _warn(reason: str) -> None:
     warnings.warn(
-        f"the objective's Triton kernels are not used here, torch.compile takes their place ({reason})", stacklevel=2
+        f"the objective's Triton kernels are not used, torch.compile takes their place ({reason})", stacklevel=2
     )
 
 
 def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
-    """Describe the numbers in which the kernels have a larger error than the plain functions; "" if none."""
+    """Return the reason why the kernels do not pass the proof, or "" if they pass it."""
     tiles_BV = hard_tiles(plan.tiles, columns, device)
     exact_tiles_BV = [tile_BV.double() for tile_BV in tiles_BV]
     plain = statistics(plan, raw_sums(plan, tiles_BV)[None])
-    # not compiled, because a run compiles another function of the pieces, and compiling takes seconds
+    # `merged_pieces` is not compiled here, because compiling takes seconds, and a run compiles `sums_and_logits`
     piece_sums_BN = kernel_piece_sums(plan, tiles_BV).transpose(0, 1)
     fused = statistics(plan, merged_pieces(plan, piece_sums_BN)[None])
     exact = statistics(plan, raw_sums(plan, exact_tiles_BV)[None])
@@ -275,10 +276,10 @@ def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
 
 
 def hard_tiles(tiles: int, columns: int, device: torch.device) -> list[Tensor]:
-    """Return logits [B, V] of a student and a teacher. They are far apart in three rows, and close in six.
+    """Return logits [B, V] of a student and of a teacher, which are far apart in three rows, and close in six.
 
-    In three of these six rows, both are also certain. Some logits, and all logits of a whole piece, are −inf, and
-    some rows have two largest logits.
+    In three of the six close rows, both distributions are also peaked. Of three rows of a kind, the second has −inf
+    at the last logit and in a whole piece, and the third has two largest logits.
     """
     draw = torch.Generator(device="cpu").manual_seed(0)
     student_BV = torch.randn(9, columns, generator=draw)
@@ -296,17 +297,21 @@ def hard_tiles(tiles: int, columns: int, device: torch.device) -> list[Tensor]:
 
 
 def _numbers(rows: RowStatistics) -> Tensor:
-    """Return the numbers of all rows, [B, X]."""
+    """Return the statistics that the proof compares, [B, X]."""
     columns = [*rows.references, *rows.student_log_mass, *rows.student_entropy, *rows.teacher_log_mass]
     columns += [*rows.teacher_entropy, *rows.both_top, *rows.values.values()]
-    # a mass ratio is added to log(q/p), so its absolute error counts: 1e-8 here
+    # a mass ratio is added to log(q/p), so its absolute error counts: 3e-8 gives a relative error of 3e-5 (ROUNDING)
     columns += [1 + 1e3 * mass_ratio_B for mass_ratio_B in rows.mass_ratio]
     columns += [] if rows.mean_log_prob is None else [rows.mean_log_prob]
     return torch.stack(columns, 1)
 
 
 def _is_as_exact(computed_BX: Tensor, plain_BX: Tensor, exact_BX: Tensor, size_BX: Tensor | None = None) -> bool:
-    """Compare the errors relative to `size_BX` or, by default, to the exact numbers, in three kinds of rows."""
+    """Return True if the computed numbers are as exact as the plain ones, within the errors that the proof allows.
+
+    The errors are relative to `size_BX`, by default the exact numbers. Each of the three kinds of rows of
+    `hard_tiles` is compared separately.
+    """
     finite_BX = exact_BX.isfinite()
     if not computed_BX[finite_BX].isfinite().all():
         return False

@@ -1,4 +1,4 @@
-"""Provides a chunk's logits, from hidden states and a head or from given logits, and handles their gradient.
+"""Provides a chunk's logits, from hidden states and a head or from a tensor, and back-propagates their gradient.
 
 T tokens, C rows of a chunk, D student width, E teacher width, V vocabulary of this rank, R ranks, X numbers of a row.
 """
@@ -21,7 +21,7 @@ from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
 
 class LogitsProvider:
-    """The inputs of a pass and their gradients. Subclasses compute the student's logits and handle their gradient."""
+    """The inputs of a pass and their gradients. Subclasses compute logits and back-propagate their gradient."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class LogitsProvider:
     device: torch.device
 
     def tiles(self, rows: RowIndex, seen_C: Tensor, signals: Iterable[Signal], buffer: int) -> list[Tensor]:
-        """Return the logits [C, V] of the student and of dense teachers, in buffers that the pass may overwrite.
+        """Return the logits [C, V] of the student and of dense teachers, in buffers that the pass can overwrite.
 
-        seen_C: false for a row that no term reads. `buffer`: the number of the set of buffers; chunks that are under
-        way at the same time use different sets.
+        seen_C: False for a row that no term reads.
+        buffer: the number of the set of buffers. Chunks that are in progress at the same time use different sets.
         """
         tiles = [self.student_logits(rows, seen_C, self._buffer((0, buffer), len(seen_C)))]
         for place, signal in enumerate(signals, start=1):
@@ -62,11 +62,11 @@ class LogitsProvider:
         raise NotImplementedError
 
     def pull_back(self, rows: RowIndex, counted_C: Tensor, grad_CV: Tensor) -> None:
-        """Back-propagate the gradient of a chunk's logits to `gradients`. grad_CV: 0 in rows that are not counted."""
+        """Back-propagate a chunk's gradient to `gradients`. grad_CV: the result of `Tile.gradient`."""
         raise NotImplementedError
 
     def rounded_buffer(self, rows: int) -> Tensor | None:
-        """Return a buffer [C, V] for the gradient, if `pull_back` reads it in a shorter dtype than the logits'."""
+        """Return a buffer [C, V] for the gradient, or None if `pull_back` needs the gradient in the logits' dtype."""
         return None
 
     def _teacher_logits(self, signal: Signal, out_CV: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class LogitsProvider:
         return out_CV.copy_(projection.logits(hidden_CE))  # the dtypes may differ, as with a float64 teacher
 
     def _mixture_logits(self, mixture: Mixture, out_CV: Tensor) -> Tensor:
-        """Return logits τ·log p of a mixture: their softmax at the mixture's temperature τ is p.
+        """Return the logits τ·log p of a mixture, whose softmax at the mixture's temperature τ is p.
 
         In one process, members are computed and added one after the other, in one work tile. Over several ranks, the
         logits of all members are kept, so that one all-gather can exchange the sums of all members.
@@ -97,7 +97,7 @@ class LogitsProvider:
         for first in range(0, len(mixture.signals), together):
             batch = slice(first, first + together)
             members_CV = [
-                # all chunks share these work tiles: they are free when this function returns
+                # all chunks share these work tiles, because no tile is needed after this function returns
                 self._teacher_logits(signal, self._buffer((-place, 0), len(out_CV)) if place else out_CV)
                 for place, signal in enumerate(mixture.signals[batch], start=min(first, 1))
             ]
@@ -118,8 +118,9 @@ class LogitsProvider:
     def _buffer(self, key: Hashable, rows: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return a work tile [C, V], allocated once and overwritten by later chunks.
 
-        key: the place and the number of the set of buffers. The place is 0 for the student, then 1, 2, … for dense
-            signals, and negative for the members of a mixture. dtype: by default the logits' dtype.
+        key: "rounded" for the gradient, or a place and the number of the set of buffers. The place is 0 for the
+            student, 1, 2, … for dense signals, and negative for the members of a mixture.
+        dtype: by default the logits' dtype.
         """
         buffer_CV = self._buffers.get(key)
         if buffer_CV is None or len(buffer_CV) < rows:
@@ -135,10 +136,10 @@ def add_members(
     temperature: float,
     shard: VocabShard | None,
 ) -> None:
-    """Add w_i p_i of these members to the sum over the earlier members, which `total_CV` stores as τ·log(sum).
+    """Add w_i p_i of some members i of a mixture to the sum over earlier members, stored in `total_CV` as τ·log(sum).
 
-    members_CV: the members' logits. If the first member is `total_CV` itself, there is no earlier member.
-    Over several ranks, one all-gather exchanges the sums of all these members.
+    members_CV: the members' logits. If the first of these tensors is `total_CV` itself, there are no earlier members.
+    log_weights: log w_i. Over several ranks, one all-gather exchanges the sums of all these members.
     """
     plan = PointwisePlan(temperatures=(temperature,))
     local_CX = torch.cat([sweep_raw_sums(plan, [member_CV]) for member_CV in members_CV], 1)
@@ -149,7 +150,7 @@ def add_members(
         columns += [teacher_rows.references[STUDENT], teacher_rows.student_log_mass[0] - log_weight]
     tiles_CV = list(members_CV)
     if members_CV[0] is not total_CV:
-        # the total is added as one more tile; it is already normalized
+        # the total is one more tile, which is already normalized
         tiles_CV = [total_CV, *tiles_CV]
         columns = [torch.zeros_like(columns[0])] * 2 + columns
     by_blocks(log_mean, replace(plan, tiles=len(tiles_CV)), tiles_CV, torch.stack(columns, 1))
@@ -161,7 +162,7 @@ class HeadLogits(LogitsProvider):
     def __init__(
         self, hidden_TD: Tensor, head: OutputHead, terms: Sequence[Term], gradients: list[Tensor | None] | None = None
     ):
-        """gradients: the gradients of another provider with these inputs, to add to; None for new gradients."""
+        """gradients: the gradients of an earlier provider with the same inputs, to add to; None for new gradients."""
         dtype = operand_dtype(hidden_TD, head.weight_VD)
         self.hidden_TD, self.device = hidden_TD.detach(), hidden_TD.device
         self.scale, self.softcap = head.scale, head.softcap
@@ -170,7 +171,7 @@ class HeadLogits(LogitsProvider):
             gradients = [zero_gradient(leaf, wide) for leaf in (hidden_TD, head.weight_VD, head.bias)]
         super().__init__([head], terms, head.shard, wide, gradients)
         self.projection = Projection(head, self.vocabulary, dtype, head.shard)
-        #: (mask, result) of the last calls of `_hidden`, for the chunks that are under way
+        #: (mask, result) of the last calls of `_hidden`, for the chunks that are in progress
         self._masked: deque[tuple[Tensor, Tensor]] = deque(maxlen=2)
 
     def student_logits(self, rows: RowIndex, seen_C: Tensor, out_CV: Tensor) -> Tensor:
@@ -191,7 +192,7 @@ class HeadLogits(LogitsProvider):
             self.projection.add_weight_grad(here_VD, operand_CV, self._hidden(rows, counted_C))
 
     def rounded_buffer(self, rows: int) -> Tensor | None:
-        # a bias gets the sum of the gradient before it is rounded
+        # the gradient of a bias is summed before rounding, so it needs the gradient in the logits' dtype
         if self.projection.gradient_dtype == self.dtype or self.gradients[2] is not None:
             return None
         return self._buffer("rounded", rows, self.projection.gradient_dtype)
@@ -242,7 +243,7 @@ def work_tile(rows: int, columns: int, dtype: torch.dtype, device: torch.device)
 
 
 def zero_gradient(leaf: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a zero gradient in the dtype in which it is accumulated; None if the leaf needs no gradient."""
+    """Return zeros of this dtype, to accumulate the leaf's gradient; None if the leaf needs no gradient."""
     if leaf is None or not leaf.requires_grad or not torch.is_grad_enabled():
         return None
     return torch.zeros_like(leaf, dtype=dtype, memory_format=torch.contiguous_format)

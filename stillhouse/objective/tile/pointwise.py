@@ -2,21 +2,21 @@
 
     raw_sums     the first sweep over the logits. Its sums cover this rank's part of the vocabulary: for each softmax
                  Σe^l and Σe^l·l, where l = (logit − reference) / τ and the reference is the row's largest logit in
-                 this part; for KL divergences, sums over unnormalized e^l, which `statistics.py` normalizes; and the
-                 other sums of a `PointwisePlan`.
-    normalized_sums   a second sweep, for divergences that need both normalizers at every token: Σf and Σq·h.
-    log_mean     before these sweeps: the logits of the mean of several teachers' distributions (`Mixture`).
+                 this part; for KL divergences, sums over unnormalized e^l, which `statistics.py` normalizes; and all
+                 further sums in `PointwisePlan.raw_sums`.
+    normalized_sums   a second sweep, for divergences whose f needs normalized p and q: Σf and Σq·h.
+    log_mean     before the two sweeps: the logits of the mean of several teachers' distributions (`Mixture`).
     gradient     ∂loss/∂logits = Σ_τ q_τ·(a + b·log q_τ) + Σ_pairs w·q·h + Σ_buckets c·q/q(outside) + u
                  with coefficients a, b, w, c, u per row: the gradient of all terms except at single ids.
 
-p is the teacher's probability, q the student's, τ the temperature; f and h as in `divergence.py`.
+p is the teacher's probability, q the student's, τ the temperature. `divergence.py` defines f and h.
 
 If student and teacher are close, the difference of their logits has more correct digits than the difference of their
-masses or of their log-probabilities. So log(q/p) is computed as (student's l − teacher's l) − log(student's Σe^l /
-teacher's Σe^l), and this last logarithm is computed from a sum of differences.
+masses Σe^l or of their log-probabilities. So log(q/p) is computed as (student's l − teacher's l) − log(student's Σe^l
+/ teacher's Σe^l), and this last logarithm is computed from a sum of differences.
 
-These are plain functions of tensors. `compiled.py` compiles each into one kernel, which keeps log-probabilities in
-registers.
+The four functions are plain functions of tensors. `compiled.py` compiles each of them into one kernel, which keeps
+log-probabilities in registers.
 
 B rows of a block, V vocabulary on this rank, X statistics of a row, in the plan's order.
 """
@@ -90,9 +90,11 @@ def gradient(
 ) -> None:
     """Write the gradient with respect to hidden Wᵀ + bias to `out_BV`, rounded to its dtype.
 
-    out_BV: by default the first tile, the student's logits. rows_BX: the columns of `plan.normalizers` and
-    `plan.coefficients`. A row with `counted` = 0 may contain any values, and its gradient is 0. outside_BV: a mask
-    for each bucket, true at tokens outside the bucket's signal ids; by default true everywhere.
+    out_BV: by default the first tile, the student's logits.
+    rows_BX: the columns of `plan.normalizers` and `plan.coefficients`. A row with `counted` = 0 may contain any
+        values, and its gradient is 0.
+    outside_BV: a mask for each bucket, True at tokens outside the ids of the bucket's signal; by default, all tokens
+        count as outside.
     """
     rows = dict(zip([*plan.normalizers, *plan.coefficients], rows_BX.split(1, -1), strict=True))
     logits_BV = tiles_BV[0]
@@ -106,7 +108,7 @@ def gradient(
             grad_BV = grad_BV + rows["log_probability", at] * expect(q_BV, log_q_BV)
     for at, (divergence, teacher, student) in enumerate(plan.pairs):
         slope_BV = divergence.balanced_slope(both[teacher, student])
-        # a row that does not count may contain any values, also NaN
+        # the slope of a row that does not count can be NaN, because the row may contain any values
         grad_BV = grad_BV + torch.where(rows["slope", at] == 0, 0.0, rows["slope", at] * slope_BV)
     for at, softmax in enumerate(plan.buckets):
         gap_BV = _cooled(logits_BV - rows["outside_reference", at], plan.temperatures[softmax])
@@ -142,7 +144,7 @@ def before_head(grad: Tensor, logits: Tensor, scale: float, softcap: float | Non
 
 
 def _softmax_sums(log_BV: Tensor, is_largest_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σe^l without the row's largest logits, and Σe^l·l. `log_sum_exp` adds the largest logits' e^l = 1."""
+    """Return Σe^l without the row's largest logits (`log_sum_exp` adds them, since their e^l is 1), and Σe^l·l."""
     mass_BV = log_BV.exp()
     return torch.where(is_largest_BV, 0.0, mass_BV).sum(-1), expect(mass_BV, log_BV).sum(-1)
 
@@ -158,7 +160,7 @@ def _sides(plan: PointwisePlan, tiles_BV: Sequence[Tensor], rows: Columns) -> di
             gap_p_BV - rows["teacher_log_mass", teacher],
             gap_q_BV - rows["student_log_mass", student],
             gap_q_BV - gap_p_BV - ratio_B1,
-            # at the pivot, both l are 0, as at a common argmax of teacher and student
+            # the pivot has l = 0 for teacher and student, as a token has that is the argmax of both
             Pivot(-rows["student_log_mass", student], -ratio_B1),
         )
     return both

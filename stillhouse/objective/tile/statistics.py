@@ -1,9 +1,10 @@
 """Computes the statistics of each row (normalizers, entropies, divergences) from the raw sums of all ranks.
 
-A piece is one rank's part of the vocabulary; without sharding there is one piece. The sums of a piece are relative to
-the piece's largest logits. They are shifted to the largest logits of all pieces, and then normalized. If student and
-teacher have close shifts, the sums of small differences get a correction for the difference of the two shifts.
-Otherwise these sums are recomputed from the masses, since no digits cancel there (`_Couple`).
+A piece is a part of the vocabulary: the part of one rank, or the columns of one program of a Triton kernel. The sums
+of a piece are relative to the piece's largest logits. They are shifted to the largest logits of all pieces, and then
+normalized. If the shifts of student and teacher are close, the sums of small differences get a correction for the
+difference of the two shifts. If the shifts are not close, these sums are recomputed from the masses Σe^l, since no
+digits cancel in this case (`_Couple`).
 
 R pieces, C rows of a chunk, X named sums. p is the teacher's probability, q the student's,
 l = (logit − reference) / temperature.
@@ -32,10 +33,10 @@ class RowStatistics:
     mass_ratio: log(Σe^l of the student / Σe^l of the teacher) of each couple.
     both_top: for each dense teacher, 1 where teacher and student have the same argmax.
     outside_reference, outside_log_mass: the student's largest logit and log Σe^l over the tokens outside each
-        bucket's ids (finite if there is no such token).
-    tail: the student's log-probability of all tokens outside each bucket's ids together.
-    vocabulary, mean_log_prob: the number of tokens of the vocabulary, and the mean over them of log q.
-    values, slopes: Σf and Σq·h of each pair, balanced (`divergence.py`).
+        bucket's ids (both 0 if all tokens are among the ids).
+    tail: the log of the student's probability of all tokens outside each bucket's ids together.
+    vocabulary, mean_log_prob: the number of tokens of the vocabulary, and the mean of log q over these tokens.
+    values, slopes: Σf and Σq·h of each pair, with the balanced f and h (`divergence.py`).
     """
 
     normalizers_CX: Tensor
@@ -62,7 +63,9 @@ class RowStatistics:
 
 
 def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) -> RowStatistics:
-    """raw_RCX: `pointwise.raw_sums` of every piece.
+    """Return the statistics of the rows from the sums of all pieces.
+
+    raw_RCX: `pointwise.raw_sums` of every piece.
     outside_RC2: for each bucket, the largest logit and Σe^l over the tokens outside the bucket's ids.
     """
     pieces = _pieces(plan, raw_RCX)
@@ -87,7 +90,7 @@ def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tenso
         excess_C, log_ratio_C = (sum_C / mass_C for sum_C in couple.shifted(raw["excess", at], raw["log_ratio", at]))
         close_C = excess_C - excess(torch.ones_like(ratio_C), ratio_C.exp(), ratio_C)
         values[at] = torch.where(ratio_C.abs() <= 1, close_C, ratio_C - log_ratio_C)
-        # Σ(q − p) is 0; Σq·log(q/p) is reverse KL
+        # Σq·h is Σ(q − p) = 0 for forward KL; for reverse KL, it is Σq·log(q/p), the value
         slopes[at] = values[at] if divergence.student_first else torch.zeros_like(values[at])
     vocabulary_C = mean_C = None
     if plan.uniform:
@@ -114,7 +117,7 @@ def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tenso
 
 
 def merged(plan: PointwisePlan, raw_RCX: Tensor) -> Tensor:
-    """Return the raw sums of several pieces as those of one piece, [C, X]."""
+    """Return the raw sums [C, X] of the one piece that several pieces make up together."""
     pieces = _pieces(plan, raw_RCX)
     raw = pieces.raw
     sums: Columns = {("reference", tile): raw["reference", tile].amax(0) for tile in range(plan.tiles)}
@@ -140,7 +143,7 @@ class _Softmax(NamedTuple):
     """The sums of one softmax: of each piece before its shift, and of all pieces after their shifts.
 
     shift_RC: the shift of each piece's l. mass_RC, mass_C: Σe^l. others_C: Σe^l over the e^l that are not 1.
-    mean_C: Σe^l·l.
+    mean_C: Σe^l·l. log_mass_C: log Σe^l.
     """
 
     shift_RC: Tensor
@@ -196,7 +199,7 @@ class _Pieces(NamedTuple):
     couples: dict[tuple[int, int], _Couple]
 
     def directed(self, plan: PointwisePlan, at: int, divergence: KullbackLeibler) -> _Couple:
-        """Return the couple with the a and b of the divergence KL(a‖b) of a pair."""
+        """Return the couple of the pair `at`, with the a and b of its divergence KL(a‖b)."""
         couple = self.couples[plan.pairs[at][1:]]
         return _couple(couple.b, couple.a, -couple.gap_RC) if divergence.student_first else couple
 
@@ -226,7 +229,10 @@ def _pieces(plan: PointwisePlan, raw_RCX: Tensor) -> _Pieces:
 
 
 def _softmax(largest_RC: Tensor, others_RC: Tensor, mean_RC: Tensor, shift_RC: Tensor) -> _Softmax:
-    """largest_RC: the number of e^l that are 1. others_RC: Σe^l over the other e^l. mean_RC: Σe^l·l."""
+    """Return the sums of a softmax from those of its pieces.
+
+    largest_RC: the number of e^l that are 1. others_RC: Σe^l over the e^l that are not 1. mean_RC: Σe^l·l.
+    """
     mass_RC, scale_RC = largest_RC + others_RC, shift_RC.exp()
     others_C = torch.where(shift_RC == 0, others_RC, scale_RC * mass_RC).sum(0)
     mean_C = (scale_RC * (mean_RC + shift_RC * mass_RC)).sum(0)
@@ -242,7 +248,7 @@ def _couple(a: _Softmax, b: _Softmax, gap_RC: Tensor) -> _Couple:
 
 
 def _mass_ratio(couple: _Couple) -> Tensor:
-    """log(Σb / Σa) over all pieces, [C]."""
+    """Return log(Σb / Σa) over all pieces, [C]."""
     change_C = couple.gap_C / couple.a.mass_C
     return torch.where(change_C.abs() < 0.5, torch.log1p(change_C), couple.b.log_mass_C - couple.a.log_mass_C)
 

@@ -37,7 +37,7 @@ def sweep_normalized_sums(plan: PointwisePlan, tiles_CV: Sequence[Tensor], norma
 def sweep_gradient(
     plan: PointwisePlan, tiles_CV: Sequence[Tensor], rows_CX: Tensor, rounded_CV: Tensor | None
 ) -> None:
-    """Write `pointwise.gradient` to `rounded_CV`, or over the first tile."""
+    """Write `pointwise.gradient` to `rounded_CV` or, if this is None, over the first tile."""
     if kernels.has_kernels(plan, tiles_CV):
         kernels.kernel_gradient(plan, tiles_CV, rows_CX, rounded_CV)
     else:
@@ -47,7 +47,7 @@ def sweep_gradient(
 def by_blocks(
     function: Callable[..., Any], plan: PointwisePlan, tiles_CV: Sequence[Tensor], *rest: Tensor
 ) -> list[Any]:
-    """Call a function of `pointwise.py` for each block of rows."""
+    """Call a function of `pointwise.py` for each block of rows, and return the results."""
     return [
         pointwise(function, plan, [tile_CV[block] for tile_CV in tiles_CV], *(rows_CX[block] for rows_CX in rest))
         for block in row_blocks(tiles_CV[0])
@@ -67,9 +67,9 @@ def row_blocks(tile_CV: Tensor) -> Iterator[slice]:
 def sums_and_logits(
     plan_and_first: tuple[PointwisePlan, int], sums_CPX: Tensor, logits_CV: Tensor, ids: Sequence[Tensor]
 ) -> Tensor:
-    """Return the raw sums of all pieces together, and the logits at ids; −inf at ids that are not on this rank.
+    """Return the raw sums of the rows, and the logits at ids, in one tensor [C, X]; −inf at ids of other ranks.
 
-    plan_and_first: the plan, and the first id on this rank.
+    plan_and_first: the plan, and the first id on this rank. sums_CPX: the raw sums of the pieces of each row.
     """
     plan, first = plan_and_first
     sums = [sums_CPX[:, 0] if sums_CPX.shape[1] == 1 else kernels.merged_pieces(plan, sums_CPX)]
@@ -83,7 +83,7 @@ def sums_and_logits(
 
 
 def normalizers(plan: PointwisePlan, raw_CRX: Tensor, outside: Sequence[Tensor]) -> Tensor:
-    """Return `RowStatistics.normalizers_CX` of the sums of all ranks."""
+    """Return `RowStatistics.normalizers_CX`, computed from the sums of all ranks."""
     return statistics(
         plan, raw_CRX.transpose(0, 1), [sums_CR2.transpose(0, 1) for sums_CR2 in outside]
     ).normalizers_CX

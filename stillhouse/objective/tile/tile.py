@@ -7,8 +7,9 @@
     term.add_to(tile, …)         each term reads the statistics and adds to the coefficients of the gradient
     tile.gradient()              overwrites the student's logits with the gradient with respect to hidden Wᵀ + bias
 
-If `read` and `add_to` are compiled, they run on a second tile (`chunks.finish_rows`), and `set_gradient` gives its
-coefficients to the first tile. Terms use rows, temperatures and global ids, but no shards and no elements of [C, V].
+If `read` and `add_to` are compiled, they run on a second tile (`chunks.finish_rows`), and `set_gradient` gives the
+coefficients of this second tile to the first. Terms work with rows, temperatures and global ids, but never with
+shards or with elements of [C, V].
 
 C rows of the chunk, V vocabulary on this rank, N or K ids per row, R ranks, X statistics of a row. q is the
 student's probability, τ a temperature, l = (logit − reference) / τ.
@@ -38,7 +39,7 @@ from stillhouse.objective.tile.sweeps import (
 from stillhouse.objective.tile.tile_plan import STUDENT, Column, PointwisePlan, TilePlan
 from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
-#: the maximum number of ids per row for which all pairs of ids are compared, to find repeated ids
+#: up to this number of ids per row, all pairs of ids are compared to find repeated ids
 MOST_IDS = 128
 
 
@@ -46,8 +47,8 @@ MOST_IDS = 128
 class TermResult:
     """A term's value per row of the chunk, without scale and weights, and further numbers per row for the metrics.
 
-    `parts`: the summands of `value_C`, if it is a sum. The keys of `statistics` and `parts` depend only on the term,
-    never on the rows.
+    `parts`: the summands of `value_C`, if the value is a sum. The keys of `statistics` and `parts` depend only on the
+    term, never on the rows.
     """
 
     value_C: Tensor
@@ -58,8 +59,9 @@ class TermResult:
 class Tile:
     """The logits [C, V] of the student and of dense teachers (at least float32), and later the student's gradient.
 
-    weights_C: the objective's weights. taken: the chunk's rows of tensors over all tokens.
-    counted_C: the rows that a term of the loss counts. Other rows may contain any values and get no gradient.
+    weights_C: the objective's weights.
+    counted_C: a mask of the rows that count in the loss. All other rows may contain any values, and get no gradient.
+    taken: maps some tensors over all tokens to their rows in this chunk.
     """
 
     _statistics: RowStatistics | None = None
@@ -134,7 +136,7 @@ class Tile:
             self._row_statistics.add_normalized(self._pointwise, normalized_RCX)
 
     def gradient(self, rounded_CV: Tensor | None = None) -> Tensor:
-        """Return the gradient [C, V]. It overwrites `rounded_CV`, whose dtype may be shorter, or else the logits."""
+        """Return the gradient [C, V], in `rounded_CV` and its dtype or, if that is None, over the logits."""
         logits_CV = self.logits_CV
         result_CV = logits_CV if rounded_CV is None else rounded_CV
         if logits_CV.shape[1] == 0:
@@ -171,20 +173,20 @@ class Tile:
     def gradient_at_ids(self, rows_CX: Tensor, dtype: torch.dtype) -> list[Tensor]:
         """Return the gradient at the ids of `add_at`: [columns, gradients], [C, N] each.
 
-        With buckets or many ids, return the columns and values of every `add_at`, which are added later.
+        With buckets or many ids, return the columns and values of every `add_at`, which `gradient` then adds.
         """
         if self._plan.buckets or sum(ids.shape[1] for ids, _ in self._added) > MOST_IDS:
             return [tensor for pair in self._added for tensor in pair]
         if not self._added:
             return []
         columns_CN, values_CN = (torch.cat(tensors, 1) for tensors in zip(*self._added, strict=True))
-        # a column that occurs several times gets the sum of its values at each place
+        # a column that occurs several times gets the sum of its values at each of its places
         is_same_CNN = columns_CN[:, :, None] == columns_CN[:, None, :]
         values_CN = torch.where(is_same_CNN, values_CN[:, None, :], 0.0).sum(2)
         return [columns_CN, (self._gradient_in(columns_CN, rows_CX) + values_CN).to(dtype)]
 
     def set_gradient(self, rows_CX: Tensor, *at_ids: Tensor) -> None:
-        """Set the `gradient_rows` and `gradient_at_ids` that another tile of the same chunk returned."""
+        """Use the `gradient_rows` and `gradient_at_ids` that another tile of the same chunk has returned."""
         self._rows_CX = rows_CX
         if self._plan.buckets or sum(columns_CN.shape[1] for columns_CN in at_ids[::2]) > MOST_IDS:
             self._added = list(zip(at_ids[::2], at_ids[1::2], strict=True))
@@ -194,34 +196,34 @@ class Tile:
     # the statistics that terms read
 
     def take(self, per_token: Tensor) -> Tensor:
-        """The chunk's rows of a tensor over all tokens."""
+        """Return the chunk's rows of a tensor over all tokens."""
         return self.taken[per_token] if per_token in self.taken else per_token[self.rows]
 
     def log_normalizer(self, temperature: float) -> Tensor:
-        """log Σ e^(logit / τ), [C]."""
+        """Return log Σ e^(logit / τ), [C]."""
         log_mass_C = self._row_statistics.student_log_mass[self._plan.softmax(temperature)]
         return self._row_statistics.references[0] / temperature + log_mass_C
 
     def entropy(self, temperature: float) -> Tensor:
-        """The student's entropy in nats, [C]."""
+        """Return the student's entropy in nats, [C]."""
         return self._row_statistics.student_entropy[self._plan.softmax(temperature)]
 
     def mean_log_prob(self) -> Tensor:
-        """The mean over the vocabulary of log q, [C]."""
+        """Return the mean of log q over the vocabulary, [C]."""
         assert self._row_statistics.mean_log_prob is not None
         return self._row_statistics.mean_log_prob
 
     def log_probs_at(self, ids: Tensor, temperature: float) -> Tensor:
-        """log q at the chunk's ids, [C, N]; −inf for an id outside the vocabulary. ids: over all tokens, [T(, N)]."""
+        """Return log q at the chunk's ids, [C, N], −inf outside the vocabulary. ids: of all tokens, [T] or [T, N]."""
         gap_CN = self._entries[self._plan.logits_at(ids)] - self._row_statistics.references[0][:, None]
         return gap_CN / temperature - self._row_statistics.student_log_mass[self._plan.softmax(temperature)][:, None]
 
     def is_argmax(self, ids: Tensor) -> Tensor:
-        """True where the id has the student's highest probability, [C, N]."""
+        """Return a mask [C, N] of the ids that have the student's highest probability."""
         return self._entries[self._plan.logits_at(ids)] == self._row_statistics.references[0][:, None]
 
     def divergence(self, divergence: Divergence, signal: Signal, temperature: float) -> tuple[Tensor, Tensor]:
-        """Σf and Σq·h of a divergence (not a weighted sum of several), [C] each; f and h as in `divergence.py`."""
+        """Return Σf and Σq·h (`divergence.py`) of a divergence that is not a weighted sum, [C] each."""
         at = self._plan.pair(divergence, signal, temperature)
         return self._row_statistics.values[at], self._row_statistics.slopes[at]
 
@@ -229,38 +231,38 @@ class Tile:
         return self._row_statistics.teacher_entropy[self._plan.teacher(signal, temperature)]
 
     def agreement(self, signal: Signal) -> Tensor:
-        """1 where a dense teacher and the student have the same argmax, [C]."""
+        """Return 1 where a dense teacher and the student have the same argmax, 0 elsewhere, [C]."""
         return self._row_statistics.both_top[self._plan.tile(signal) - 1]
 
     def tail(self, signal: SparseSignal, temperature: float) -> Tensor:
-        """The student's log-probability of all tokens outside the signal's ids together, [C]."""
+        """Return the log of the student's probability of all tokens outside the signal's ids together, [C]."""
         return self._row_statistics.tail[self._plan.outside(signal, temperature)]
 
-    # summands of the gradient at token v: a formula with a coefficient per row [C], or values at single ids
+    # the summands that terms add to the gradient at token v; a coefficient is one number per row
 
     def add_probability(self, temperature: float, coefficient_C: Tensor) -> None:
-        """coefficient · q_v."""
+        """Add coefficient · q_v to the gradient."""
         self._add(("probability", self._plan.softmax(temperature)), coefficient_C)
 
     def add_log_probability(self, temperature: float, coefficient_C: Tensor) -> None:
-        """coefficient · q_v log q_v."""
+        """Add coefficient · q_v log q_v to the gradient."""
         self._add(("log_probability", self._plan.entropy(temperature)), coefficient_C)
 
     def add_slope(self, divergence: Divergence, signal: Signal, temperature: float, coefficient_C: Tensor) -> None:
-        """coefficient · q_v h_v."""
+        """Add coefficient · q_v h_v to the gradient."""
         self._add(("slope", self._plan.pair(divergence, signal, temperature)), coefficient_C)
 
     def add_outside(self, signal: SparseSignal, temperature: float, coefficient_C: Tensor) -> None:
-        """coefficient · q_v / q(outside) for the tokens outside the signal's ids."""
+        """Add coefficient · q_v / q(outside) to the gradient, for the tokens outside the signal's ids."""
         self._add(("outside", self._plan.outside(signal, temperature)), coefficient_C)
 
     def add_uniform(self, coefficient_C: Tensor) -> None:
-        """coefficient / V for every token."""
+        """Add coefficient / (size of the whole vocabulary) to the gradient, for every token."""
         assert self._row_statistics.vocabulary is not None
         self._add(("uniform", 0), coefficient_C / self._row_statistics.vocabulary)
 
     def add_at(self, ids_CN: Tensor, values_CN: Tensor) -> None:
-        """Add values at ids; values of a repeated id add up, values of an absent id are ignored."""
+        """Add values to the gradient at ids. Values of a repeated id add up; an absent id is ignored."""
         if self.logits_CV.shape[1] == 0:
             return
         local_CN, is_here_CN = columns_of(ids_CN, self._first, self.logits_CV)
@@ -301,8 +303,8 @@ class Tile:
     def _places(self, signal: SparseSignal) -> tuple[Tensor, Tensor]:
         """Return the columns [C, K] of the signal's ids on this rank, and a mask of rows that have such ids, [C, 1].
 
-        An id on another rank is replaced by the row's first id on this rank, or by column 0 if there is none. This is
-        harmless, because a column that occurs twice gets the same value twice.
+        An id on another rank is replaced by the row's first id on this rank, or by column 0 if no id is on this rank.
+        The replacement is harmless, because a column that occurs twice gets the same value twice.
         """
         local_CK, is_here_CK = columns_of(self.take(signal.ids_TK), self._first, self.logits_CV)
         first_C1 = local_CK.gather(1, is_here_CK.byte().argmax(1, keepdim=True))
@@ -314,7 +316,7 @@ class Tile:
         outside = []
         for other, _ in self._plan.buckets:
             is_other_CK = held_C1.expand_as(places_CK)
-            if other is not signal:  # true where a column belongs to one of the other signal's ids
+            if other is not signal:  # True where a column belongs to one of the ids of `other`
                 other_CK, has_other_C1 = self._places(other)
                 is_other_CV = torch.zeros_like(self.logits_CV, dtype=torch.bool)
                 is_other_CK = is_other_CV.scatter_(1, other_CK, has_other_C1.expand_as(other_CK)).gather(1, places_CK)

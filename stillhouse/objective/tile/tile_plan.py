@@ -39,12 +39,13 @@ T = TypeVar("T", bound=Hashable)
 class PointwisePlan:
     """The structure of a chunk's pointwise work.
 
+    tiles: how many tiles a chunk has: one for the student and one for each dense signal.
     temperatures: the temperature of each softmax of the student.
     teachers: (tile, temperature) of each softmax of a dense teacher.
     pairs: (divergence, teacher's softmax, student's softmax); no divergence is a weighted sum.
     buckets: for each sparse signal that needs sums over the tokens outside its ids, the student's softmax.
     entropic: the student's softmaxes for which the gradient of the entropy is needed.
-    uniform: whether the mean of log q over the vocabulary is needed (at temperature 1).
+    uniform: True if the mean of log q over the vocabulary is needed (at temperature 1).
     scale, softcap: the scale and the softcap of the student's head.
     """
 
@@ -65,12 +66,12 @@ class PointwisePlan:
 
     @property
     def renormalizable(self) -> dict[int, KullbackLeibler]:
-        """The pairs whose sums are computed in the normalizers' sweep and normalized afterwards, by their index."""
+        """The KL divergences, by the index of their pair. The first sweep computes their sums without normalizers."""
         return {at: kl for at, (kl, _, _) in enumerate(self.pairs) if isinstance(kl, KullbackLeibler)}
 
     @property
     def two_sweep(self) -> list[int]:
-        """The pairs that need both normalizers first, and therefore a second sweep over the logits."""
+        """The indices of the pairs that need the normalizers first, and therefore a second sweep over the logits."""
         return [at for at in range(len(self.pairs)) if at not in self.renormalizable]
 
     @property
@@ -100,7 +101,7 @@ class PointwisePlan:
 
     @property
     def coefficients(self) -> list[Column]:
-        """The other columns of rows_BX in `pointwise.gradient`."""
+        """The columns of rows_BX in `pointwise.gradient` that follow the normalizers."""
         columns: list[Column] = [("counted", 0)]
         columns += [("probability", at) for at in range(len(self.temperatures))]
         columns += [("log_probability", at) for at in self.entropic]
@@ -113,9 +114,9 @@ class PointwisePlan:
 
 
 class TilePlan:
-    """Assigns an index to each quantity that terms request in `Term.request`. Equal requests return one index.
+    """Assigns an index to each quantity that terms request in `Term.request`. Equal requests get the same index.
 
-    After `close`, the methods only look up an index: they raise LookupError for a quantity that was not requested.
+    After `close`, the methods only look up an index, and raise LookupError for a quantity that was not requested.
 
     pointwise: the plan of the pointwise functions, after `close`.
     signals: the dense signals, in the order of their tiles.
@@ -137,44 +138,44 @@ class TilePlan:
         self.ids: dict[Tensor, int] = {}  # a tensor as a key is compared by identity
 
     def softmax(self, temperature: float) -> int:
-        """The student's softmax at a temperature."""
+        """Return the index of the student's softmax at a temperature."""
         return self._index(self._temperatures, temperature, f"the student's softmax at temperature {temperature}")
 
     def entropy(self, temperature: float) -> int:
-        """Request the student's softmax at a temperature, and the gradient of its entropy."""
+        """Request the gradient of the student's entropy at a temperature. Return the index of the softmax."""
         softmax = self.softmax(temperature)
         self._index(self._entropic, softmax, f"the gradient of the entropy at temperature {temperature}")
         return softmax
 
     def uniform(self) -> None:
-        """Request the mean over the vocabulary of log q."""
+        """Request the mean of log q over the vocabulary."""
         self.softmax(1.0)
         self._uniform = True
 
     def tile(self, signal: Signal) -> int:
-        """The tile of a dense signal; terms with the same signal share one tile."""
+        """Return the index of a dense signal's tile. Terms with the same signal share one tile."""
         return self._index(self.signals, signal, "this teacher signal") + 1
 
     def teacher(self, signal: Signal, temperature: float) -> int:
-        """A dense teacher's softmax at a temperature."""
+        """Return the index of a dense teacher's softmax at a temperature."""
         softmax = (self.tile(signal), temperature)
         return self._index(self._teachers, softmax, f"the teacher's softmax at temperature {temperature}")
 
     def pair(self, divergence: Divergence, signal: Signal, temperature: float) -> int:
-        """A divergence between a dense teacher and the student; it must not be a weighted sum."""
+        """Return the index of a divergence between a dense teacher and the student. It must not be a weighted sum."""
         pair = (divergence, self.teacher(signal, temperature), self.softmax(temperature))
         return self._index(self._pairs, pair, f"{divergence} at temperature {temperature}")
 
     def outside(self, signal: SparseSignal, temperature: float) -> int:
-        """The student's probabilities outside a sparse signal's ids."""
+        """Return the index of the student's mass outside the ids of a sparse signal."""
         return self._index(self.buckets, (signal, self.softmax(temperature)), "the student's mass outside these ids")
 
     def logits_at(self, ids: Tensor) -> int:
-        """The student's logits at some ids, [T] or [T, N]."""
+        """Return the index of the student's logits at these ids, [T] or [T, N]."""
         return self._index(self.ids, ids, "the logits at these ids")
 
     def close(self) -> None:
-        """Allow no further requests."""
+        """End the requests, and make `pointwise`."""
         self._is_closed = True
         self.pointwise = PointwisePlan(
             1 + len(self.signals),

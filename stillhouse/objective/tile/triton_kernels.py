@@ -1,11 +1,13 @@
 """Triton kernels for the pass over a tile with at most one dense teacher and one temperature.
 
-They compute `pointwise.raw_sums`, `normalized_sums` and `gradient`, in float32. Each program takes one
-row and one piece of BLOCK columns, whose logits stay in registers between the search for the largest logit and the
-sums: so each sweep reads a tile once. `statistics.merged` combines the sums of the pieces.
+They compute `pointwise.raw_sums`, `normalized_sums` and `gradient`, in float32. Each program works on one piece,
+BLOCK columns of one row. The piece's logits stay in registers between the search for the largest logit and the sums,
+so each sweep reads a tile once. `statistics.merged` combines the sums of the pieces.
 
-    s, t    logits of student and teacher         q, p    their e^l, or probabilities where masses are subtracted
-    ls, lt  their l                               ratio   log(q/p)
+    s, t    logits of student and teacher
+    ls, lt  l = (logit − reference) / temperature of student and teacher
+    q, p    e^l of student and teacher in `raw_sums_kernel`, their probabilities in the other kernels
+    ratio   log(q/p)
 
 AT_…: the column of a number in a row of a buffer, or −1 if the plan does not have this number.
 """
@@ -23,7 +25,7 @@ TINY = tl.constexpr(1.1754943508222875e-38)
 
 @triton.jit
 def _exp(l):
-    # tl.exp has six instructions, because it also returns numbers below the smallest normal one
+    # tl.exp needs six instructions, because it also returns numbers below the smallest normal number
     return tl.exp2(l * LOG2_E)
 
 
@@ -34,7 +36,7 @@ def _clamped(t):
 
 @triton.jit
 def _second_order(t):
-    """`numerics.second_order`."""
+    """Return `numerics.second_order`."""
     result = t * (1.0 / 720.0) + 1.0 / 120.0
     result = result * t + 1.0 / 24.0
     result = result * t + 1.0 / 6.0
@@ -49,7 +51,7 @@ def _expect(probability, quantity):
 
 @triton.jit
 def _excess(a, b, t, second, near):
-    """`numerics.excess`; second: `_second_order` of t, used where t is near 0."""
+    """Return `numerics.excess`. second: `_second_order` of t. near: True where t is near 0 and second is used."""
     return tl.where(near, a * second, b - a - _expect(a, t))
 
 
@@ -65,7 +67,7 @@ def _sum3(a, b, c):
 
 @triton.jit
 def _softmax_terms(l, is_largest):
-    """Return e^l, e^l without the largest, and e^l·l. Below FAR, e^l is 0."""
+    """Return e^l, e^l with 0 at the largest logits, and e^l·l. For l below FAR, e^l is 0."""
     mass = _exp(l)
     return mass, tl.where(is_largest, 0.0, mass), mass * tl.maximum(l, FAR)
 
@@ -152,7 +154,7 @@ def raw_sums_kernel(
 
 @triton.jit
 def _to_mean(p, q, log_p, log_q, ratio, BETA: tl.constexpr, SERIES: tl.constexpr):
-    """`numerics.interpolation` and `interpolation_logs` for m = BETA·p + (1 − BETA)·q: m, log(m/p), log(m/q)."""
+    """Return m = BETA·p + (1 − BETA)·q, log(m/p) and log(m/q), computed as by `numerics.interpolation_logs`."""
     m = tl.maximum(BETA * p + (1.0 - BETA) * q, TINY)
     log_m = tl.log(m)
     near = tl.abs(ratio) < NEAR
@@ -203,7 +205,7 @@ def normalized_sums_kernel(
     m, m_to_p, m_to_q = _to_mean(p, q, log_p, log_q, ratio, BETA, SERIES)
     value_p = _excess(p, m, m_to_p, _second_order(_clamped(m_to_p)), tl.abs(m_to_p) < NEAR)
     value_q = _excess(q, m, m_to_q, _second_order(_clamped(m_to_q)), tl.abs(m_to_q) < NEAR)
-    # in columns after the last one, p and q are 0, but the smallest m is not
+    # in columns after the last one, p and q are 0, but m is TINY
     value, slope = tl.where(inside, WEIGHT_P * value_p + WEIGHT_Q * value_q, 0.0), -WEIGHT_Q * _expect(q, m_to_q)
     value, slope = _sum2(value, slope)
     to = out + (piece.to(tl.int64) * rows + row) * 2
