@@ -131,9 +131,7 @@ class TextFindings:
             self._first.setdefault(kind, (where, what))
 
     def add_ends(self, encoded: Encoded, kept: int, end: str) -> None:
-        """Collect the targets that teach the student to stop. kept: the number of the document's tokens before the
-        cut. end: see `Rendered`.
-        """
+        """Collect targets that teach to stop. kept: the number of tokens before the cut. end: see `Rendered`."""
         ids_T = encoded.ids[:kept][encoded.targets[:kept]]
         ends = [*self._end_ids, *([self._special[end]] if end in self._special else [])]
         self.trained_ends.update(ids_T[np.isin(ids_T, ends)].tolist())

@@ -60,7 +60,6 @@ class LoadOptions:
     reader: the column (one of `columns`) with the name of the only teacher that reads the document and its prefix.
     prompts: whether only prompts are read, without completions (see `record_forms.py`). The documents then have no
         targets, and a record with a prompt that is too long is invalid.
-    keep_records: whether each document keeps its record.
     tools: the JSON schemas of the tools of the run, which its model can call. A conversation is rendered with all of
         them, or, if it has a column `tools`, with the tools in this column, which must be tools of the run.
     fits_teachers: whether `max_tokens` also limits the number of tokens that a teacher reads, if its processor makes

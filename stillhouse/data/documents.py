@@ -132,9 +132,7 @@ class Documents:
         return counts_D
 
     def widths(self, teachers: Sequence[str], chosen: np.ndarray) -> np.ndarray:
-        """For each chosen document, the largest number of tokens that the student or one of these teachers reads,
-        int64.
-        """
+        """The largest number of tokens that the student or one of these teachers reads, for each chosen document."""
         gains = [self.substitutions[name].gains_D[chosen] for name in teachers if name in self.substitutions]
         lengths = self.offsets[chosen + 1] - self.offsets[chosen]
         return lengths + np.max([np.zeros(len(chosen), np.int64), *gains], axis=0)

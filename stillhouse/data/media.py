@@ -41,9 +41,7 @@ AxisPositions = Callable[[Tensor, Tensor | None, Mapping[str, Tensor]], Tensor |
 
 
 class MediaTensors(NamedTuple):
-    """The tensors of a document's media. tensors: arguments of the model. sizes: the width and height of each picture
-    that the processor received.
-    """
+    """A document's media. tensors: arguments of the model. sizes: width and height of each picture."""
 
     tensors: Mapping[str, Tensor]
     sizes: Sequence[tuple[int, int]]
@@ -108,9 +106,7 @@ class MediaProcessor(Protocol):
         """
 
     def read(self, documents: Documents, document: int, ids: np.ndarray) -> MediaTensors:
-        """The tensors of one document's files. ids: the tokens that the model reads for the document. Raises
-        DataError if a file has changed.
-        """
+        """A document's files as tensors. ids: the tokens that the model reads. Raises DataError if a file has changed."""
 
     def read_files(self, files: Sequence[MediaFile], ids: np.ndarray) -> MediaTensors:
         """Like `read`, for given files and the ids of their document. Raises ValueError in place of DataError."""

@@ -142,9 +142,7 @@ class MicroBatch:
         return self.select(index_BS)
 
     def part(self, number: int, count: int) -> "MicroBatch":
-        """The shard of context rank `number`: a block of columns, and all media. count: the number of context ranks,
-        which must divide the number of columns.
-        """
+        """Shard `number` of `count` for context ranks: a block of columns, and all media. `count` must divide S."""
         if count == 1:
             return self
         numbers_BS, whole = torch.arange(len(self.labels_T)).view(self.shape_BS), self.with_lengths()

@@ -91,9 +91,7 @@ def column_value(fields: Mapping[str, Any], column: str) -> Any:
 
 
 def kept_value(fields: Mapping[str, Any], column: str, allowed: Collection[Any] | None) -> Any:
-    """The value of a column that is kept with the documents. allowed: the allowed values; if it is None, every value
-    except null is allowed. Raises RecordError for other values.
-    """
+    """The value of a column that is kept. Raises RecordError for null and for a value not in `allowed`, if given."""
     value = column_value(fields, column)
     if value is None:  # Parquet stores absent values as null
         raise RecordError(f"column '{column}' is null; expected a value in every record")
@@ -103,9 +101,7 @@ def kept_value(fields: Mapping[str, Any], column: str, allowed: Collection[Any] 
 
 
 def string_value(fields: Mapping[str, Any], column: str, *, may_be_empty: bool = False) -> str:
-    """The text of a column. Raises RecordError for a value that is not a string, and for a text that is empty, too
-    long or not valid Unicode. may_be_empty: an empty text is valid, too.
-    """
+    """The text of a column. Raises RecordError for another type, invalid Unicode, and an empty or too long text."""
     value = column_value(fields, column)
     if not isinstance(value, str):
         raise RecordError(f"'{column}' must be a string, got {value_in_words(value)}")

@@ -36,9 +36,7 @@ class Substitution:
 def piece_substitutions(
     prefixes: Mapping[str, Substitution], media: Mapping[str, Sequence[Substitution]], length: int, *, is_first: bool
 ) -> dict[str, list[Substitution]]:
-    """The substitutions of one piece of a document, by the teacher's name. prefixes, media: the substitutions of the
-    whole document. length: the number of tokens of the piece. Only the first piece can begin with a BOS.
-    """
+    """A piece's substitutions, by teacher. length: the piece's tokens. Only the first piece can begin with a BOS."""
     substitutions = {name: [item] if is_first else [Substitution(0, 0, item.ids)] for name, item in prefixes.items()}
     for name, items in media.items():
         within = [replace(item, stop=min(item.stop, length)) for item in items]
@@ -103,9 +101,7 @@ class Substitutions:
         return np.concatenate([*pieces, ids_S[done:]])
 
     def places(self, document: int, length: int) -> np.ndarray:
-        """The position of each token of a document among the tokens that the teacher reads, [S] int64; -1 for a
-        replaced token. length: S.
-        """
+        """Each token's position among the teacher's tokens, [S] int64; -1 for a replaced token. length: S."""
         place_S = np.arange(length)
         for substitution in self.items(document):
             place_S[substitution.stop :] += substitution.gain
@@ -116,8 +112,7 @@ class Substitutions:
     def rows(self, document: int, length: int) -> np.ndarray:
         """For each of the document's S rows, the teacher's row that predicts the same token, [S] int64. length: S.
 
-        Row i predicts token i + 1. If the teacher does not predict this token, its row is -1, and the token is no
-        target.
+        Row i predicts token i + 1. If the teacher does not predict it, its row is -1, and the token is no target.
         """
         next_S = np.append(self.places(document, length)[1:], length + self.gains_D[document])
         return np.maximum(next_S, 0) - 1

@@ -30,9 +30,7 @@ _WITHOUT_INPUT = (
 
 
 class ForeignColumns(NamedTuple):
-    """The columns of another project. words: a description of them for messages. convert: a function that adds
-    Stillhouse's columns to a record; it raises RecordError for an invalid record.
-    """
+    """Columns of another project: words for messages, and a function that adds Stillhouse's columns (RecordError)."""
 
     words: str
     convert: Callable[[Fields], Fields]

@@ -92,9 +92,7 @@ def _parsed(arguments: Any) -> Any:
 
 
 def with_arguments(message: Message, *, as_text: bool) -> Message:
-    """The message with the arguments of its calls as objects, or, if `as_text` is true, as JSON text. Then, arguments
-    that are already text stay unchanged, except for an empty text.
-    """
+    """The message with its calls' arguments as objects; with `as_text`, as JSON text (given text stays unchanged)."""
     if not _calls(message):
         return message
     message = copy.deepcopy(message)

@@ -29,9 +29,7 @@ _KINDS = {
 
 
 class Reader(Protocol):
-    """Reads files with one suffix. The suffix, such as jsonl, is the name of the reader's entry point in the group
-    `stillhouse.readers`.
-    """
+    """Reads files with one suffix, such as jsonl: the name of the reader's entry point in `stillhouse.readers`."""
 
     capabilities: ClassVar[tuple[str, ...]] = ()
 

@@ -88,8 +88,7 @@ class ChatTemplate(Template):
         tokenizer.get_chat_template()  # raises if there are several templates and no default
         self.tokenizer, self.columns, self.targets, self.processor = tokenizer, columns, targets, processor
         self.tools = tools
-        #: for `warnings`: the first prompt; the first conversation with tools, and the index of its first message
-        #: that can be a target
+        #: for `warnings`: the first prompt; the first conversation with tools, and the index of its first target
         self._prompt_example: tuple[list[Message], Tools] | None = None
         self._tools_example: tuple[list[Message], Tools, int] | None = None
         # A method of this object would make a reference cycle, and so keep this object and its process alive.

@@ -220,8 +220,7 @@ class Conversations:
 
     def _in_a_form(self, messages: list[Message], tools: Tools, first: int | None) -> _Answer:
         """Render the conversation in the first of three forms in which the template writes all texts: with unchanged
-        contents, with all contents as strings (parts joined, "" for a call without content), or with all contents as
-        lists of parts.
+        contents, with all contents as strings (parts joined, "" for a call without content), or all as parts.
         """
         strings = [with_joined_parts(message) for message in messages]
         parts = [with_parts(message) for message in strings]

@@ -113,9 +113,7 @@ class Template(Protocol):
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]: ...
 
     def render_prefix(self, text: str) -> str:
-        """A prefix in the form that is tokenized, with add_special_tokens=False. Raises RecordError if the template
-        does not write the text.
-        """
+        """A prefix as text, to be tokenized without special tokens. Raises RecordError if the template drops it."""
         return text
 
     def warnings(self) -> list[str]:

@@ -36,8 +36,7 @@ _NO_SETTING = ("vocab", "merges", "dropout")
 #: the names of files that may contain a tokenizer's vocabulary
 _OF_TOKENIZER = re.compile(r"(?i)token|vocab|merges|spiece|sentencepiece|.*\.(model|tiktoken|spm)$")
 TOKENIZER_FILE = "tokenizer.json"
-#: the texts on which a tokenizer is compared with its file. They begin with a short word, because the first three
-#: tokens are not compared
+#: the texts for comparing a tokenizer with its file. The first word is short, because three tokens are not compared
 PROBES = ("A still: two  spaces,\na line\n\nbreak and\ttabs.", "f (x) =\n    x + 1024", "Я и мир. 你好 سلام é 🙂")
 #: the largest id that a token may have; the largest known vocabularies have about a million tokens
 MAX_IDS = 10_000_000
@@ -290,9 +289,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def text_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A sha256 of the chat template and of the settings with which ids are decoded, for comparison in addition to
-    `tokenizer_fingerprint`.
-    """
+    """A sha256 of the chat template and the settings for decoding, which `tokenizer_fingerprint` leaves out."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     return json_hash(
         {
