@@ -31,9 +31,7 @@ _FUNCTIONS = {
 
 
 def processor_files(name_or_path: str, revision: str | None = None) -> list[Path]:
-    """The files of the processor of a folder or a hub id; empty if it has none. Raises ValueError if they cannot be
-    read.
-    """
+    """The files of the processor of a folder or a hub id, if it has one. Raises ValueError for unreadable files."""
     from transformers.utils import cached_file
 
     from stillhouse.libraries import reading

@@ -3,8 +3,7 @@
 An image is a path (relative to the file of the records), the bytes of an image file, {"bytes", "path"} as `datasets`
 writes it, or a data URL. It is the value of an image part of a message, or it is in the column `images` (or `image`).
 In the second case, an image part without a value, or `<image>` in a text, marks the place of the image, as in TRL,
-ms-swift and LLaVA. If there is no such mark, the images are put before the text of the first turn of the user, as in
-TRL.
+ms-swift and LLaVA. Without such a mark, the images are put before the text of the user's first turn, as in TRL.
 """
 
 import base64

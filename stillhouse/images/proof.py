@@ -28,8 +28,7 @@ from stillhouse.models.vision_language import AXES, TOKEN_TYPES
 
 #: joins the images of several documents, as a micro-batch has them
 JoinImages = Callable[[Sequence[Mapping[str, Tensor]]], Mapping[str, Tensor]]
-#: the smallest relative change of a hidden state that proves that images are read. A model that ignores images has
-#: no change at all
+#: the smallest relative change of a hidden state that proves that images are read; it is 0 if images are ignored
 _CHANGED = 1e-4
 #: the error for a decoder that cannot run packed documents
 CANNOT_RUN = "{} cannot run packed documents with images"
@@ -253,9 +252,7 @@ def _padded(name: str, parts: Sequence[Tensor], columns: int) -> Tensor:
 
 
 def _compare(hidden_SD: Tensor, expected_SD: Tensor, precision: torch.dtype, message: str) -> None:
-    """Raise PackingError if hidden states differ by more than rounding. In half precision, the median over tokens is
-    compared, because rounding can change the experts of single tokens.
-    """
+    """Raise PackingError for large errors. In half precision, use the median token: rounding can change experts."""
     errors_S, is_half = relative_errors(hidden_SD, expected_SD), precision.itemsize < torch.float32.itemsize
     compare(errors_S, PLACE_TOLERANCE[precision], message, PackingError, median=is_half)
 
