@@ -106,7 +106,7 @@ class MediaProcessor(Protocol):
         """
 
     def read(self, documents: Documents, document: int, ids: np.ndarray) -> MediaTensors:
-        """A document's files as tensors. ids: the tokens that the model reads. Raises DataError if a file has changed."""
+        """The tensors of a document. ids: the tokens that the model reads. Raises DataError for a changed file."""
 
     def read_files(self, files: Sequence[MediaFile], ids: np.ndarray) -> MediaTensors:
         """Like `read`, for given files and the ids of their document. Raises ValueError in place of DataError."""
