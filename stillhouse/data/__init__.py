@@ -1,6 +1,6 @@
-"""Reads records, tokenizes them, and packs the tokens into micro-batches. Labels are shifted only here.
+"""Reads records, tokenizes them, and packs the tokens into micro-batches. No other package shifts labels.
 
-The names are imported at their first use, so that a wrong path is named before torch is imported.
+The public names are imported at their first use, so that importing the package does not import torch.
 """
 
 from typing import TYPE_CHECKING

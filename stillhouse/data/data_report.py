@@ -1,4 +1,4 @@
-"""How many records of a data source were used, cut or skipped, and warnings about their texts."""
+"""Counts the records of a data source that were used, cut or skipped, and makes warnings about their texts."""
 
 import re
 from collections import Counter
@@ -13,7 +13,7 @@ from stillhouse.data.render.templates import Encoded, Rendered, Targets
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.display import escaped, name_list
 
-#: how the source of a document ends if the document is a piece of a record
+#: the end of a document's `file:line` if the document is one piece of a split text
 _PIECE = re.compile(r" \(piece \d+ of \d+\)$")
 
 
@@ -24,10 +24,10 @@ def documents_in_words(records: int, pieces: int) -> str:
 
 @dataclass
 class DataReport:
-    """Counts of a source's records and documents. `read` = `kept` + `skipped` + `without_target`."""
+    """Counts of the records and documents of a source. `read` = `kept` + `skipped` + `without_target`."""
 
     source: str
-    form: str = ""  # the recognised format of another project's columns; "" for our own columns
+    form: str = ""  # the recognised format of another project's columns; "" for Stillhouse's columns
     read: int = 0
     kept: int = 0
     skipped: int = 0  # records with an error; `reasons` has the first few errors
@@ -35,13 +35,13 @@ class DataReport:
     cut_documents: int = 0  # documents shortened to the limit
     cut_tokens: int = 0  # tokens lost by shortening
     split_documents: int = 0  # texts split into pieces, without a loss of tokens
-    documents: int = 0  # each piece counts as one
+    documents: int = 0  # each piece counts as a document
     records: int = 0  # each record counts once, even if it has several pieces
     tokens: int = 0
     target_tokens: int = 0
     joined_turns: int = 0  # turns whose first token also contains characters of the prompt
     trained_ends: list[int] = field(default_factory=list)  # ids of the tokens that teach the student to stop
-    trained_share: float | None = None  # only for a weighted source: its share of all tokens
+    trained_share: float | None = None  # a weighted source's share of all tokens; else None
     reasons: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ class DataReport:
         return total
 
     def counted(self, sources: Iterable[str], tokens: int, target_tokens: int) -> "DataReport":
-        """Replace the counts of documents, tokens and targets. sources: `file:line` of each document."""
+        """A copy with new counts of documents, tokens and targets. sources: `file:line` of each document."""
         sources = list(sources)
         records = len({_PIECE.sub("", source) for source in sources})
         return replace(self, documents=len(sources), records=records, tokens=tokens, target_tokens=int(target_tokens))
@@ -67,8 +67,8 @@ class DataReport:
             (True, f"{documents_in_words(self.records, self.documents)}, {self.tokens:,} tokens"),
             (self.target_tokens, f"{self.target_tokens:,} to predict"),
             (self.cut_documents, f"{self.cut_documents:,} cut at the limit ({self.cut_tokens:,} tokens lost)"),
-            (self.without_target, f"{self.without_target:,} dropped with nothing to predict"),
-            (self.joined_turns, f"{self.joined_turns:,} turns begin within a token of their prompt"),
+            (self.without_target, f"{self.without_target:,} dropped without a token to predict"),
+            (self.joined_turns, f"{self.joined_turns:,} turns whose first token also has text of the prompt"),
             (self.trained_share is not None, f"{self.trained_share or 0:.1%} of the tokens to train on"),
             (self.form, self.form),
             (self.skipped, f"{self.skipped:,} skipped, the first: {''.join(self.reasons[:1])}"),
@@ -76,25 +76,25 @@ class DataReport:
         return escaped(f"{self.source}: {', '.join(text for is_shown, text in parts if is_shown)}")
 
 
-#: the warnings by kind; the kinds "thought", "changed" and "key" are kinds of lost texts (`written_texts.py`)
+#: the warnings by kind; `Kind` in `written_texts.py` describes the kinds "thought", "changed" and "key"
 _WARNINGS = {
     "mark": (
-        f"its text has {MARK}, and the record has no image, so that {MARK} is read as text; expected a column images "
-        "if it marks the place of one"
+        f"its text has {MARK}, but the record has no image, so {MARK} is read as ordinary text; if it marks the "
+        "place of an image, give the image in a column 'images'"
     ),
     "thought": (
         "the chat template does not write {what}, so the student does not learn it. Templates of reasoning models "
-        "leave out the thoughts of turns before the last question, and read only one name of the key with thoughts. "
-        "To train on the thoughts, set a template that writes them (data.chat_template), or give one record for each "
-        "turn, as 'prompt' and 'completion'"
+        "leave out the thoughts of turns before the last question, and each of them reads thoughts from only one "
+        "key, such as 'reasoning_content'. To train on the thoughts, set a template that writes them "
+        "(data.chat_template), or give one record for each turn, as 'prompt' and 'completion'"
     ),
-    "changed": "the chat template does not write {what} as it is, but with changes inside the text",
+    "changed": "the chat template writes {what} with changes inside the text",
     "key": "the chat template does not write {what}, so the student does not see it",
     "space": (
-        "the prompt ends with a space. This tokenizer joins a space with the next word, so the first tokens of the "
-        "completion differ from the tokens of the same text in one piece, which models were trained on; expected no "
-        "space at the end of prompts and of the chat template's generation prompt (data.chat_template), and "
-        "completions that begin with the space"
+        "the prompt ends with a space. This tokenizer joins a space with the next word, but prompts and completions "
+        "are tokenized separately. So the completion begins with other tokens than in a whole text, and models were "
+        "trained on whole texts; remove the space from the end of the prompts, or of the chat template's generation "
+        "prompt (data.chat_template), and begin the completions with it"
     ),
 }
 
@@ -102,8 +102,8 @@ _WARNINGS = {
 class TextFindings:
     """Counts the records of a source that need a warning, and collects the tokens that teach the student to stop.
 
-    end_ids: the end-of-sequence ids of tokenizer and student. The student learns to stop wherever such a token is a
-        target, and from the special token with which the template ends the assistant's last turn (`Rendered.end`).
+    end_ids: the end-of-sequence ids of tokenizer and student. The student learns to stop from targets with these ids,
+        and from the special token with which the template ends the assistant's last turn (`Rendered.end`).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: Targets, end_ids: Collection[int]):
@@ -115,7 +115,7 @@ class TextFindings:
         self.trained_ends: set[int] = set()
 
     def add(self, rendered: Rendered, where: str) -> None:
-        """where: `file:line` of the record."""
+        """Find the warnings that a record needs, and count them. where: `file:line` of the record."""
         findings = dict(rendered.lost)
         body, prompt = rendered.body, rendered.prompt
         if MARK in prompt + body and (rendered.encoded is None or not rendered.encoded.media):
@@ -131,7 +131,7 @@ class TextFindings:
             self._first.setdefault(kind, (where, what))
 
     def add_ends(self, encoded: Encoded, kept: int, end: str) -> None:
-        """kept: the number of tokens of the document that are kept. end: see `Rendered`."""
+        """Collect targets that teach to stop. kept: the number of tokens before the cut. end: see `Rendered`."""
         ids_T = encoded.ids[:kept][encoded.targets[:kept]]
         ends = [*self._end_ids, *([self._special[end]] if end in self._special else [])]
         self.trained_ends.update(ids_T[np.isin(ids_T, ends)].tolist())
@@ -141,13 +141,13 @@ class TextFindings:
         if self._targets != "none" and self._end_ids and not self.trained_ends:
             ends = self._tokenizer.convert_ids_to_tokens(self._end_ids)
             lines.append(
-                f"{source}: no token that ends a text is a target (the student's: {name_list(ends)}), so it does not "
-                "learn to stop (the chat template ends turns without a special token, its {% generation %} blocks "
-                "leave it out, or the limit cuts every document)"
+                f"{source}: no end-of-sequence token of the student ({name_list(ends)}) is a target, so the student "
+                "does not learn to stop: the chat template ends turns without a special token, or its "
+                "{% generation %} blocks exclude this token, or data.max_tokens cuts every document before it"
             )
         if "space" in first:
             joined, space, letter = tokenize(self._tokenizer, ["a a", "a ", "a"], special=False)
-            if joined == space + letter:  # the tokenizer does not join spaces
+            if joined == space + letter:  # the tokenizer does not join a space with the next word
                 del first["space"]
         for kind, text in _WARNINGS.items():
             if kind in first:

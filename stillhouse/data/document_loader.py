@@ -44,25 +44,26 @@ from stillhouse.display import first_line
 
 _BATCH = 512  # records per call of the tokenizer
 _REASONS = 5  # the maximum number of errors that a report keeps
-_BYTES_PER_CHARACTER = 200  # memory that a tokenizer needs; 200 waiting bytes of media count as a character
+_BYTES_PER_CHARACTER = 200  # memory that a tokenizer needs; so 200 bytes of media count as one character
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How records are converted to documents.
+    """Options for the conversion of records to documents.
 
     max_tokens: the maximum number of tokens of a document with its longest prefix.
     tokens: which tokens are targets. It matters only if a record has a prompt or several roles.
-    on_error: "skip" skips and counts an invalid record.
+    on_error: with "skip", an invalid record is skipped and counted; with "raise", it raises DataError.
     columns: the names of additional columns to keep; every record must have them.
     allowed: for some of these columns, the allowed values.
     prefixes: for each teacher, the template of the prefix that this teacher reads (see `PrefixTemplate`).
     reader: the column (one of `columns`) with the name of the only teacher that reads the document and its prefix.
-    prompts: read only the part before the completion (see `record_forms.py`). Such a document has no targets. If it
-        is too long, the record is invalid.
-    tools: the JSON schemas of the tools that the model of a run may call. Conversations are rendered with them, or
-        with the tools of their own column `tools`, all of which must be tools of the run.
-    fits_teachers: whether `max_tokens` also limits the tokens that teachers read, if they need more tokens for media.
+    prompts: whether only prompts are read, without completions (see `record_forms.py`). The documents then have no
+        targets, and a record with a prompt that is too long is invalid.
+    tools: the JSON schemas of the tools of the run, which its model can call. A conversation is rendered with all of
+        them, or, if it has a column `tools`, with the tools in this column, which must be tools of the run.
+    fits_teachers: whether `max_tokens` also limits the number of tokens that a teacher reads, if its processor makes
+        more tokens of media than the student's.
     end_ids: the end-of-sequence ids of the student, in addition to the end-of-sequence id of the tokenizer.
 
     Raises ValueError if `max_tokens` is less than 2.
@@ -106,7 +107,7 @@ def load_documents(
         a slow tokenizer, or `keep_records`.
 
     Raises ValueError for a missing or empty dataset and for an invalid prefix template. Raises DataError (`file:line:
-    reason`) for an invalid record and for columns of an unknown form.
+    reason`) for an invalid record, and if the columns do not match exactly one form of records.
     """
     name = os.fspath(source)
 
@@ -129,8 +130,8 @@ def load_documents(
 
 
 class _Waiting(NamedTuple):
-    """A record that is not tokenized yet. values: the values of the kept columns. prefixes: one text per teacher.
-    media: the substitutions for the student's tokens of media, by the names of the teachers.
+    """A record that is not tokenized yet. values: the values of the kept columns. prefixes: each teacher's prefix as
+    text. media: each teacher's substitutions for the student's tokens of media, by the teacher's name.
     """
 
     rendered: Rendered
@@ -199,7 +200,7 @@ class _Loader:
             if report.without_target:
                 text += (
                     f" and {report.without_target} have no token to predict (no completion or assistant turn within "
-                    f"max_tokens={self.options.max_tokens}; {report.cut_documents} were cut there)"
+                    f"max_tokens={self.options.max_tokens}; {report.cut_documents} were cut at this limit)"
                 )
             raise ValueError("\n  ".join([text, *report.reasons]))
         tokens_N, targets_N = self.writer.arrays()
@@ -234,7 +235,7 @@ class _Loader:
         fields, options = self._converted(record), self.options
         rendered = template.render(fields)
         self.findings.add(rendered, record.where)
-        # The key is the first 64 bits of the sha256 of the used columns, with the bytes of files in place of paths.
+        # The key is the first 64 bits of the sha256 of the used columns, with the hashes of files in place of paths.
         used = [*template.columns, *(column for column in template.extras if fields.get(column))]
         content = json.dumps(
             [without_null(fields[column]) for column in used],
@@ -294,7 +295,7 @@ class _Loader:
         except RecordError as error:
             if len(records) == 1:
                 self._reject(records[0].where, str(error))
-            else:  # one by one, because the error does not say which record is invalid
+            else:  # encode the records one by one, because the error does not say which record is invalid
                 for record in records:
                     self._encode_together(template, [record])
             return
@@ -334,30 +335,30 @@ class _Loader:
     def _problem(self, encoded: Encoded, gains: dict[str, int], room: int) -> str:
         """The error of a document, or "".
 
-        gains: the number of tokens that each teacher reads in addition to the student's.
-        room: the number of tokens that the student's document may have: `max_tokens` minus the largest gain.
+        gains: for each teacher, its number of tokens minus the student's, by the teacher's name.
+        room: the maximum number of tokens of the document for the student: `max_tokens` minus the largest gain.
         """
         most = self.options.max_tokens
         if room < 2:
             prefix = f"the prefix of teacher {max(gains, key=gains.__getitem__)!r}"
-            what = "what a teacher reads beside it has" if encoded.media else f"{prefix} has"
+            what = "a teacher's prefix and additional image tokens have" if encoded.media else f"{prefix} has"
             return (
-                f"{what} {most - room:,} tokens, which leaves fewer than 2 of the {most:,} of max_tokens for the "
-                "document: expected a shorter prefix, smaller images or a larger max_tokens"
+                f"{what} {most - room:,} tokens, so that fewer than 2 of max_tokens={most:,} are left for the "
+                "document: expected a shorter prefix, smaller images or a larger data.max_tokens"
             )
         if (media_end := max((stop for _, stop in encoded.media_spans), default=0)) > room:
             return (
-                f"its images end at token {media_end:,}, and the document would be cut at {room:,}: "
+                f"its images end at token {media_end:,}, but the document would be cut at token {room:,}: "
                 "expected all images of a document before the cut; raise data.max_tokens, lower data.image_pixels, "
                 "or give fewer images"
             )
         if self.options.targets != "none":
             return ""
         if not len(encoded.ids):
-            return "the prompt has no token, so that nothing can follow it: expected at least one"
+            return "the prompt has no token, so a model cannot continue it: expected a prompt of at least one token"
         if len(encoded.ids) > room:
             return (
-                f"the prompt has {len(encoded.ids):,} tokens: expected at most {room:,}, so that a completion fits "
-                "behind it; shorten it, raise data.max_tokens, or lower rollout.max_new_tokens"
+                f"the prompt has {len(encoded.ids):,} tokens: expected at most {room:,}, so that there is room for a "
+                "completion; shorten the prompt, raise data.max_tokens, or lower rollout.max_new_tokens"
             )
         return ""

@@ -27,16 +27,16 @@ class Documents:
     """D tokenized documents, concatenated.
 
     tokens_N: int32, token ids.
-    targets_N: bool, whether a token is a target; False for the first token of a document.
+    targets_N: bool, True for targets. The first token of a document is never a target.
     offsets: [D+1] int64, document d is `offsets[d]:offsets[d+1]`.
     keys_D: uint64, a hash of the record's content. All pieces of a text have the same hash.
     sources: `file:line` of each document.
     columns: additional columns of the records, one value per document.
-    substitutions: the substitutions by the teacher's name; "" is the name of a single teacher.
+    substitutions: each teacher's substitutions, by the teacher's name; a single teacher has the name "".
     records: the record of each document; empty if records are not kept.
-    per_token: additional numbers per token, [N] float32.
+    per_token: additional numbers per token, [N] float32, by name.
     weights_N: float32, the weights of the targets, above 0. If it is None, all weights are 1.
-    set_D: int64, the number of each document's set (a weighted source or an evaluation set); None for one set.
+    set_D: int64, the number of each document's set (a weighted source or an evaluation set); None without sets.
     reports: the report of each set by the set's name, in the order of the set numbers.
     media: the encoded media of the documents; None if no document has any.
     """
@@ -58,7 +58,7 @@ class Documents:
 
     @classmethod
     def joined(cls, parts: Mapping[str, "Documents"]) -> "Documents":
-        """Concatenate the documents of several sets, by the names of the sets."""
+        """Concatenate the documents of several sets. parts: the documents of each set, by the set's name."""
         sets = list(parts.values())
         return replace(
             cls.concatenated(sets, DataReport.total([documents.report for documents in sets])),
@@ -122,7 +122,7 @@ class Documents:
 
     @cached_property
     def target_counts_D(self) -> np.ndarray:
-        """The number of targets of each document that a row predicts, int64. The first access reads all targets."""
+        """The number of targets of each document, int64. The first access reads all targets."""
         counts_D = np.empty(len(self), dtype=np.int64)
         for first in range(0, len(self), _COUNTED_TOGETHER):
             borders = np.asarray(self.offsets[first : first + _COUNTED_TOGETHER + 1])
@@ -132,13 +132,13 @@ class Documents:
         return counts_D
 
     def widths(self, teachers: Sequence[str], chosen: np.ndarray) -> np.ndarray:
-        """For each chosen document, the most tokens that the student or one of these teachers reads, int64."""
+        """The largest number of tokens that the student or one of these teachers reads, for each chosen document."""
         gains = [self.substitutions[name].gains_D[chosen] for name in teachers if name in self.substitutions]
         lengths = self.offsets[chosen + 1] - self.offsets[chosen]
         return lengths + np.max([np.zeros(len(chosen), np.int64), *gains], axis=0)
 
     def as_read_by(self, teacher: str) -> "Documents":
-        """The documents with this teacher's substitutions; the same object if the teacher has no substitutions."""
+        """The documents with the tokens that this teacher reads; this object if the teacher has no substitutions."""
         if teacher not in self.substitutions or not len(self):
             return self
         substitutions, tokens, targets = self.substitutions[teacher], [], []
@@ -157,7 +157,7 @@ class Documents:
         )
 
     def fingerprint(self) -> str:
-        """A sha256 of all contents. A resumed run compares it."""
+        """A sha256 of tokens, targets, substitutions, sets, media, columns and records. A resumed run compares it."""
         digest = hashlib.sha256()
         arrays = [self.tokens_N, self.targets_N, self.offsets]
         for substitutions in (self.substitutions[name] for name in sorted(self.substitutions)):
@@ -202,19 +202,20 @@ class Documents:
         return report.counted(sources, len(index_N), self.targets_N[index_N].sum())
 
     def split(self, share: float) -> tuple["Documents", "Documents"]:
-        """Return (train, evaluation).
+        """Split the documents into (train, evaluation).
 
-        A document is held out if the hash of its content, scaled to 0 … 1, is below `share`. So the split does not
-        depend on the order of the records or on the tokenizer, and equal documents are in the same part. Raises
-        ValueError if `share` is not in (0, 1), or if all documents are equal.
+        A document is held out for the evaluation if the hash of its record's content, scaled to 0 … 1, is below
+        `share`. So the split does not depend on the order of the records or on the tokenizer, and documents with
+        equal contents are in the same part. Neither part is empty. Raises ValueError if `share` is not in (0, 1), or
+        if all documents have the same content.
         """
         if not 0 < share < 1:
-            raise ValueError(f"the share of documents held out must lie between 0 and 1, got {share}")
+            raise ValueError(f"the share of held-out documents must lie between 0 and 1, got {share}")
         smallest, largest = self.keys_D.min(), self.keys_D.max()
         if smallest == largest:
             raise ValueError(
-                f"{self.report.source}: one document is not enough to hold some out for evaluation; "
-                "expected more documents, a separate file for the evaluation, or no evaluation"
+                f"{self.report.source}: all documents have the same content, so none can be held out for evaluation; "
+                "expected different records, a separate file for the evaluation, or no evaluation"
             )
         held_out_D = self.keys_D < np.uint64(int(share * 2**64))
         held_out_D |= self.keys_D == smallest
@@ -229,10 +230,10 @@ class Documents:
         return int(np.isin(self.keys_D, other.keys_D).sum())
 
     def check_ids(self, rows: int, which: str, teachers: Sequence[str] = ()) -> None:
-        """Raise DataError for the first document with a token id ≥ `rows`, the number of rows of a head.
+        """Raise DataError for the first document with a token id ≥ `rows`, the number of rows of a model's head.
 
-        which: the model's name for the error. teachers: the names of the teachers that are this model. Their
-        substitutions are checked, too. Tokens that all these teachers substitute are not checked.
+        which: the model's name in the error. teachers: the names of the teachers that run this model. Their
+        substitutions are checked, too. A token that the substitutions of all these teachers replace is not checked.
         """
         substitutions = {name: self.substitutions[name] for name in teachers if name in self.substitutions}
         is_beyond_N = self.tokens_N >= rows

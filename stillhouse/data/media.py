@@ -1,8 +1,9 @@
-"""Media, such as images: data that documents have beside their text, and the interface of the add-on that reads it.
+"""Media, such as images, that documents have in addition to their text, and the interface of add-ons that read media.
 
-An add-on registers its kind of media as an entry point of `stillhouse.media`. The entry's module is light. It loads
-the add-on's other modules when a record or a model has media. The add-on's processor turns the files of a document
-into placeholder tokens and tensors (`MediaProcessor`). The tensors keep the names of the model's arguments.
+An add-on registers its kind of media as an entry point of `stillhouse.media`. The module of the entry point imports
+little, and loads the add-on's other modules when a record or a model has media. The add-on's processor turns the
+files of a document into placeholder tokens and tensors (`MediaProcessor`). The tensors keep the names of the model's
+arguments.
 
 S tokens of a document, A axes of rotary positions.
 """
@@ -28,7 +29,7 @@ from stillhouse.registry import load, load_all
 
 #: the group of entry points
 GROUP = "stillhouse.media"
-#: the words for media in messages; the first one is also part of the names of stored fields
+#: the words for media in messages; the first word is also part of the names of stored fields
 MEDIA, MEDIUM = "images", "an image"
 #: the columns of records that contain media
 _COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
@@ -40,7 +41,7 @@ AxisPositions = Callable[[Tensor, Tensor | None, Mapping[str, Tensor]], Tensor |
 
 
 class MediaTensors(NamedTuple):
-    """tensors: arguments of the model. sizes: the width and height of each picture that the processor received."""
+    """A document's media. tensors: arguments of the model. sizes: width and height of each picture."""
 
     tensors: Mapping[str, Tensor]
     sizes: Sequence[tuple[int, int]]
@@ -70,12 +71,12 @@ class Expanded(NamedTuple):
 
 
 class MediaProcessor(Protocol):
-    """The processor of a model. It is loaded when the first file is read.
+    """The processor with which a model reads media. It is loaded when the first file is read.
 
     kind: the name under which the add-on is registered. files: the files from which the processor is loaded.
-    placeholder: the text that stands for a file. placeholder_ids: the ids of the tokens that stand for features.
-    pixels_identity: a hash of all settings that determine the tensors of a file. Models with different tokens may
-        share it.
+    placeholder: the text that marks the place of a file. placeholder_ids: the ids of the tokens whose embeddings the
+        features of media replace.
+    pixels_identity: a hash of all settings that determine the tensors of a file. It does not depend on the tokens.
     """
 
     kind: str
@@ -100,14 +101,15 @@ class MediaProcessor(Protocol):
 
     def expand(self, text: str, files: Sequence[MediaFile], *, special: bool, is_safe: bool = False) -> Expanded:
         """Tokenize a text with one placeholder for each file. special: whether the tokenizer adds special tokens.
-        is_safe: whether the files were decoded before, so that they need no process with limits. Raises RecordError.
+        is_safe: whether the files were decoded before, so that decoding them needs no process with limits. Raises
+        RecordError for files that cannot be read, or a text with other placeholders.
         """
 
     def read(self, documents: Documents, document: int, ids: np.ndarray) -> MediaTensors:
-        """The tensors of one document's files. ids: the document as the model reads it. Raises DataError."""
+        """The tensors of a document. ids: the tokens that the model reads. Raises DataError for a changed file."""
 
     def read_files(self, files: Sequence[MediaFile], ids: np.ndarray) -> MediaTensors:
-        """Like `read`, for these files and the ids of their document. Raises ValueError."""
+        """Like `read`, for given files and the ids of their document. Raises ValueError in place of DataError."""
 
     def join(self, documents: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Join the tensors of several documents for a micro-batch. The result is empty if no document has media."""
@@ -122,7 +124,7 @@ class MediaProcessor(Protocol):
         """Example prompts with two files, one file and no file, each as token ids and files."""
 
     def prompt_arguments(self, decoder: Any, requests: Sequence[Any], width: int) -> dict[str, Tensor]:
-        """The arguments of transformers' `generate` for `GenerationRequest`s. width: the longest prompt's tokens."""
+        """The arguments of transformers' `generate` for `GenerationRequest`s. width: the longest prompt's length."""
 
     def check_texts(self, documents: Documents) -> None:
         """Raise DataError for a document without media that has a placeholder token."""
@@ -131,7 +133,7 @@ class MediaProcessor(Protocol):
         """A description of a document's media, with the numbers of their tokens."""
 
     def shortened(self, text: str) -> str:
-        """The text with a count in place of a placeholder token that is repeated."""
+        """The text with each long repetition of a placeholder token shortened to one token and a count."""
 
 
 def media_kind(processor: MediaProcessor) -> Any:
@@ -148,7 +150,7 @@ def find_media_processor(
 
 
 def with_media(record: Record) -> Record:
-    """The record with the bytes of all files as values of parts in its messages, and without columns of files.
+    """The record with its media in its messages: parts have files as values, and the columns of media are removed.
 
     Raises RecordError for a file that cannot be read, for files without a place in the messages, and for media that
     no add-on reads.
@@ -173,13 +175,13 @@ def shown_text(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, processor: M
 
 
 def media_end(ids: np.ndarray, processor: MediaProcessor | None) -> int:
-    """The least length of a prompt that contains all media and a token after them; 0 if there are no media."""
+    """The length of the shortest prompt with all media and one token after them; 0 if there are no media."""
     places = np.flatnonzero(np.isin(ids, [] if processor is None else processor.placeholder_ids))
     return int(places[-1]) + 2 if len(places) else 0
 
 
 def shown_media(files: Sequence[MediaFile], processor: MediaProcessor | None) -> dict[str, Any]:
-    """The fields of a record from which a page shows a document's files."""
+    """The fields with which a record of the HTML page shows a document's files; empty if there are none."""
     return {} if processor is None or not files else media_kind(processor).shown(files)
 
 
@@ -188,7 +190,7 @@ class DocumentMedia:
     """The media of a document, for a model that reads this document alone.
 
     identity: a hash of the encoded files and of everything that determines their tensors. read: a function that makes
-    the tensors; it raises DataError if a file has changed. placeholder_ids: the tokens that stand for features.
+    the tensors; it raises DataError if a file has changed. placeholder_ids: see `MediaProcessor`.
     """
 
     identity: bytes
@@ -214,8 +216,9 @@ class MediaInputs:
     def tensors(
         self, documents: Documents, members: Sequence[int], ids_M: Sequence[np.ndarray], *, may_skip: bool = False
     ) -> list[dict[str, Tensor]]:
-        """The tensors of the media of each document. ids_M: the documents as the model reads them. may_skip:
-        whether the model is a teacher that may skip a document without a placeholder. Otherwise, raises DataError.
+        """The tensors of the media of each document. ids_M: the tokens that the model reads for each document.
+        may_skip: whether the model is a teacher that does not read some of the documents. Documents without a
+        placeholder then get no tensors. If it is false, a document with media and no placeholder raises DataError.
         """
         return [
             {}

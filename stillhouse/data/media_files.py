@@ -1,4 +1,4 @@
-"""The encoded files that documents carry beside their text, such as images.
+"""The encoded files of media, such as images, that documents have in addition to their text.
 
 D documents; I files of all documents, in the order of their placeholders.
 """
@@ -18,7 +18,7 @@ from stillhouse.data.record import RecordError
 
 #: the maximum number of bytes of an encoded image
 MAX_IMAGE_BYTES = 64 * 2**20
-_RESTORE = "restore the file, or start again without the entry of data.cache that names it"
+_RESTORE = "restore the file, or remove the entry of data.cache that has its path and start again"
 _SCHEMA = pyarrow.schema(
     [("path", pyarrow.large_string()), ("sha256", pyarrow.binary(32)), ("data", pyarrow.large_binary())]
 )
@@ -30,8 +30,8 @@ _NAMES = ("sha256", "path", "data")
 class MediaFile:
     """A file, such as an encoded image.
 
-    sha256: the hash of the bytes when the data was loaded. path: the file; None if the bytes are part of the record.
-    data: the bytes; None if they are read from `path` at each use.
+    sha256: the hash of the bytes when the data was loaded. path: the file's path; None if the bytes are part of the
+    record. data: the bytes; None if `read` reads them from the file at each call.
     """
 
     sha256: bytes
@@ -46,7 +46,7 @@ class MediaFile:
         return cls(hashlib.sha256(data).digest(), path, data)
 
     def as_json(self) -> list[str | None]:
-        """The fields for JSON. They contain the bytes only if the bytes are in no file."""
+        """The fields as JSON values. The bytes are left out if there is a path."""
         data = None if self.data is None or self.path is not None else base64.b64encode(self.data).decode()
         return [self.sha256.hex(), self.path, data]
 
@@ -113,7 +113,7 @@ class MediaFiles:
 
 
 class MediaWriter:
-    """Writes media to an Arrow file. If path is None, it writes to memory."""
+    """Writes media to an Arrow file, or to memory if `path` is None."""
 
     def __init__(self, path: Path | None):
         self.path = path
@@ -134,7 +134,7 @@ class MediaWriter:
             self._writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, schema=_SCHEMA))
 
     def finish(self) -> MediaFiles:
-        """Read back all media."""
+        """Complete the file, and return all media, which are then read from it."""
         self.close()
         source = pyarrow.BufferReader(self._sink.getvalue()) if self.path is None else self.path
         return MediaFiles(media_table(source), np.arange(sum(self.counts)), offsets_of(self.counts))

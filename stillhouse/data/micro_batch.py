@@ -1,6 +1,6 @@
-"""A micro-batch: the data of some packed sequences, independent of any loss, and the micro-batches of a step.
+"""Micro-batches: packed sequences as tensors, which do not depend on any loss; and the micro-batches of a step.
 
-`packed_rows.py` builds a micro-batch.
+`packed_rows.py` builds micro-batches.
 
 B rows, S columns per row (the length of the longest row), T = B·S.
 """
@@ -29,10 +29,11 @@ class MicroBatch:
 
     inputs: arguments of a model's forward, always with `input_ids` and `position_ids`, [B, S] int64. Positions
         restart at every document. They separate documents only if the model gets no attention mask and
-        `use_cache=False`. The padding of a row is a document without weight, and so is each gap. A tensor whose
-        first two dims are not [B, S] has no token dim and is never cut. Models that read media may also have
-        `mm_token_type_ids` or `token_type_ids` [B, S], which are 0 in padding, and `axis_position_ids` [B, S, A]
-        int64, the rotary positions on A axes. In padding and texts, they are the text position on all axes.
+        `use_cache=False`. The padding of a row has the positions of a separate document, and so does each gap
+        (`packed_rows.py`). A tensor whose first two dims are not [B, S] has no token dim and is never cut. For models
+        that read media, there can also be `mm_token_type_ids` or `token_type_ids` [B, S], which are 0 in padding, and
+        `axis_position_ids` [B, S, A] int64, the rotary positions on A axes. In padding and texts, the positions on
+        all axes are the text position.
     media: arguments of a model's forward that belong to media, such as `pixel_values`, in the order of the documents
         in the flattened rows. They have no token dim, so they are never cut or padded.
     labels_T: int64, the token that row t predicts, or -1 if the row predicts nothing.
@@ -41,15 +42,15 @@ class MicroBatch:
     valid_index: int64, the rows with a non-zero weight, ascending.
     per_token: additional tensors [T, …], such as advantages and old log-probabilities.
     teacher_inputs, teacher_media, teacher_document_T: like `inputs`, `media` and `document_T`, if the teacher reads
-        other tokens or media than the student. The latter two are only used together with `teacher_inputs`. After the
-        last of a document's media, student and teacher have the same row numbers; see `teacher_shift_T`.
+        other tokens or media than the student. `teacher_media` and `teacher_document_T` are only used if there are
+        `teacher_inputs`. After the last media of a document, a token has the same row number for student and teacher.
     teacher_shift_T: int64. The teacher's row t + teacher_shift_T[t] predicts the same token as the student's row t.
         If it is None, the shift is 0 everywhere. For rows without a target, the shift has no meaning.
-    lengths, teacher_lengths: the lengths of the documents in `inputs` and `teacher_inputs`, before context ranks took
-        their columns. They are computed before the micro-batch moves to its device, so that no read waits for the
-        device; before that, they are None.
+    lengths, teacher_lengths: the lengths of the documents in `inputs` and `teacher_inputs`. In the shard of a context
+        rank, they are the lengths of the whole documents. They are None until `part` or `to` computes them, on the
+        CPU, so that reading them never waits for the device.
 
-    Raises ValueError if the tensors do not have the same rows.
+    Raises ValueError if the tensors do not have the same number of rows.
     """
 
     inputs: Mapping[str, Tensor]
@@ -93,7 +94,7 @@ class MicroBatch:
 
     @property
     def is_padding_BS(self) -> Tensor:
-        """Whether a column belongs to no document, bool."""
+        """True for each column that belongs to no document, bool."""
         return (self.document_T < 0).view(self.shape_BS)
 
     @property
@@ -103,7 +104,7 @@ class MicroBatch:
 
     @property
     def as_read_by_teacher(self) -> "MicroBatch":
-        """The same rows with the teacher's inputs in place of the student's."""
+        """This micro-batch with the teacher's inputs in place of the student's."""
         if self.teacher_inputs is None:
             return self
         document_T = self.document_T if self.teacher_document_T is None else self.teacher_document_T
@@ -118,7 +119,7 @@ class MicroBatch:
         return values_BS.flatten(0, 1)[row_T].unflatten(0, self.shape_BS)
 
     def without_targets(self) -> "MicroBatch":
-        """The same tokens as padding: without labels, weights, documents and media."""
+        """This micro-batch with its tokens as padding: without labels, weights, documents and media."""
         return replace(
             self,
             labels_T=torch.full_like(self.labels_T, NO_LABEL),
@@ -141,7 +142,7 @@ class MicroBatch:
         return self.select(index_BS)
 
     def part(self, number: int, count: int) -> "MicroBatch":
-        """The shard of a context rank: a block of columns, and all media. `count` must divide the columns."""
+        """Shard `number` of `count` for context ranks: a block of columns, and all media. `count` must divide S."""
         if count == 1:
             return self
         numbers_BS, whole = torch.arange(len(self.labels_T)).view(self.shape_BS), self.with_lengths()
@@ -149,7 +150,7 @@ class MicroBatch:
         return replace(columns, lengths=whole.lengths, teacher_lengths=whole.teacher_lengths)
 
     def with_lengths(self) -> "MicroBatch":
-        """The same micro-batch with the lengths of its documents."""
+        """This micro-batch with the lengths of its documents."""
         if self.lengths is not None:
             return self
         lengths = DocumentLengths.of(self.position_ids_BS, self.is_padding_BS)
@@ -160,7 +161,7 @@ class MicroBatch:
         return replace(self, lengths=lengths, teacher_lengths=teacher_lengths)
 
     def select(self, index_BS: Tensor) -> "MicroBatch":
-        """Select rows of the flattened micro-batch. index_BS: their numbers, on the CPU; -1 is padding."""
+        """Select rows of the flattened micro-batch. index_BS: the rows' numbers, on the CPU; -1 selects padding."""
         index_T = index_BS.flatten()
         weights_T = take(self.weights_T, index_T)
         return replace(
@@ -181,7 +182,7 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same micro-batch on another device, with the lengths of its documents."""
+        """This micro-batch on another device, with the lengths of its documents."""
         values = vars(self.with_lengths())
         moved = _copies(_tensors(values.values()), torch.device(device))
         return replace(self, **{name: _replaced(value, moved) for name, value in values.items()})
@@ -220,7 +221,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _replaced(value: Any, moved: Mapping[int, Tensor]) -> Any:
-    """moved: the new tensors, by the `id` of the replaced tensor."""
+    """The value with new tensors. moved: the new tensors, by the `id` of the tensors that they replace."""
     if isinstance(value, Mapping):
         return {name: moved[id(tensor)] for name, tensor in value.items()}
     if isinstance(value, DocumentLengths):
@@ -252,7 +253,7 @@ def _copies(tensors: Iterable[Tensor], device: torch.device) -> dict[int, Tensor
 class StepMicroBatches(Sequence[MicroBatch]):
     """All micro-batches of a step, or of a part of an evaluation. Every process of a run has all of them.
 
-    A subclass may build a micro-batch each time it is accessed (`_build`).
+    A subclass can override `_build` to build a micro-batch at each access.
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch]):
@@ -300,7 +301,7 @@ class StepMicroBatches(Sequence[MicroBatch]):
     def document_media(self, document: int) -> DocumentMedia | None:
         """The media of a document, by its number in `MicroBatch.document_T`; None if it has no media."""
         if any(micro_batch.media for micro_batch in self._micro_batches):
-            raise ValueError(f"the images of document {document} are not known: there are only its tensors")
+            raise ValueError(f"the images of document {document} are not known: its micro-batch has only tensors")
         return None
 
     def documents_of(self, number: int) -> list[int]:
@@ -309,15 +310,15 @@ class StepMicroBatches(Sequence[MicroBatch]):
 
     def value(self, document: int, column: str) -> Any:
         """A document's value in a column of the data. Raises ValueError if the column was not kept."""
-        raise ValueError(f"column '{column}' of document {document} is not known: there are only its tokens")
+        raise ValueError(f"column '{column}' of document {document} is not known: its micro-batch has only tensors")
 
     def for_teacher(self, name: str) -> "StepMicroBatches":
-        """The same micro-batches, with this teacher's `teacher_inputs` if the teacher has substitutions that fit."""
+        """The same micro-batches. They have this teacher's `teacher_inputs` if it reads other tokens or media."""
         return self
 
     def teacher_tokens(self, document: int, name: str) -> tuple[np.ndarray, np.ndarray]:
         """The ids that this teacher reads for a document; and, for each of the student's rows, the teacher's row that
-        predicts the same token (see `Substitutions.rows`). Gaps are not counted.
+        predicts the same token (see `Substitutions.rows`). Rows are counted from the document's first token.
         """
         ids = self.document_tokens(document)
         return ids, np.arange(len(ids))

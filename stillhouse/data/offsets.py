@@ -11,9 +11,9 @@ def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def chosen_tokens(offsets: np.ndarray, chosen: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The offsets of the chosen parts after they are concatenated, and the old index of each of their tokens."""
+    """Concatenate the chosen parts. Returns their new offsets, and for each token of the result its old index."""
     numbers = np.asarray(chosen, dtype=np.int64)
-    lengths = offsets[numbers + 1] - offsets[numbers]  # without a pass over all parts
+    lengths = offsets[numbers + 1] - offsets[numbers]  # np.diff(offsets) would read all offsets
     new_offsets = offsets_of(lengths)
     shift_N = np.repeat(offsets[numbers] - new_offsets[:-1], lengths)
     return new_offsets, np.arange(new_offsets[-1]) + shift_N

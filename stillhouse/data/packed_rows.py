@@ -3,15 +3,15 @@
 Labels are shifted only here: row t of the flattened micro-batch predicts the token at t+1 of the same document. So a
 document's last row predicts nothing, and the row of a prompt's last token predicts the first token of the completion.
 
-A teacher with substitutions reads another number of tokens than the student: more with a prefix, more or fewer with
-its own tokens of media. The student and the named teachers are the readers. Each document has as many columns as the
-reader with the most tokens needs, and ends in the last of these columns for all readers. A reader of fewer tokens has
-padding in the gap before the document; the gap counts as a separate document. So after a document's last
-substitution, and everywhere if it has only a prefix, a token has the same row number for student and teacher. Layouts
-with stages or context ranks require this. Before and between media, the rows are mapped
-(`MicroBatch.teacher_shift_T`). A teacher that does not read a document has only padding.
+A teacher with substitutions reads another number of tokens than the student: more tokens with a prefix, more or fewer
+with other tokens of media. So a document has one version for the student and one for each such teacher. The document
+gets as many columns as the longest version needs, and all versions end in the last of these columns. Before a shorter
+version is a gap of padding, which has the positions of a separate document. So after a document's last substitution,
+a token has the same row number for student and teacher, as layouts with stages or context ranks require.
+`MicroBatch.teacher_shift_T` maps the rows before and between media. For a teacher that does not read the document,
+all of these columns are padding.
 
-B rows, S columns per row (the longest row of the micro-batch), T = B·S; M documents with N tokens, P of them
+B rows, S columns per row (the longest row of the micro-batch), T = B·S; M documents with N tokens, of which P are
 predicted.
 """
 
@@ -43,10 +43,10 @@ def make_micro_batch(
     teacher: the teacher of the `teacher_inputs`, one of `gaps`.
     media_inputs: makes the inputs from media. Without it, only documents without media can be packed.
 
-    Raises ValueError if there is no row, if a row has no document, and if a file has changed.
+    Raises ValueError if there is no row, if a row has no document, and if a file of media has changed.
     """
     if documents.media is not None and media_inputs is None:
-        raise ValueError(f"{documents.report.source} has images, which are not supported here: expected texts")
+        raise ValueError(f"{documents.report.source} has images, which need media_inputs: expected texts only")
     if not rows or not all(len(row) for row in rows):
         raise ValueError("a micro-batch needs at least one row, and each row at least one document")
     places = _Places.of(documents, rows, gaps)
@@ -87,7 +87,7 @@ def _teacher_tensors(
     media_inputs: MediaInputs | None,
     media_M: Sequence[dict[str, Tensor]],
 ) -> dict[str, Any]:
-    """The fields of a micro-batch for a teacher with substitutions. media_M: the student's media."""
+    """The fields of a micro-batch for a teacher with substitutions. media_M: the tensors of the student's media."""
     substitutions, members = documents.substitutions_of(teacher), places.document_M.tolist()
     ids_M = [substitutions.tokens(member, documents.tokens(member)) for member in members]
     lengths_M, ids_N = np.asarray([len(ids) for ids in ids_M]), np.concatenate(ids_M)
@@ -145,9 +145,9 @@ class _Places:
 
 
 def _packed_inputs(places: _Places, ids_N: np.ndarray, lengths_M: np.ndarray, padding: int) -> dict[str, Tensor]:
-    """Token ids and positions. ids_N: the ids of all documents. Each document ends where its place ends. All other
-    columns are padding, and each piece of padding is a separate document. padding: a token of the data; not id 0,
-    because the embedding of id 0 is zero in Gemma 3n, so that its gradient would not be finite.
+    """Token ids and positions. ids_N: the ids of all documents. Each document ends before its `stop_M`. All other
+    columns are padding, and the positions begin at 0 in each piece of padding. padding: the id of padding, which is a
+    token of the data. It is not id 0, whose embedding in Gemma 3n is zero, so that its gradient would not be finite.
     """
     input_ids_T = places.filled(padding, np.int64, places.rows(lengths_M), ids_N)
     row_T = np.arange(len(input_ids_T))

@@ -30,13 +30,13 @@ class PackedSequences:
     seed: determines the order of the sequences, and the order in which documents of equal length are packed.
     shuffle: False keeps the order of the documents and of the sequences (for evaluation).
     gaps: names of teachers in this job. The columns of a document also have room for the tokens that these teachers
-        read (see `packed_rows.py`). "" is a single teacher, for which all micro-batches have `teacher_inputs`.
+        read (see `packed_rows.py`). The name "" means a single teacher, whose inputs are in all micro-batches.
     together: the name of a column. Documents share a sequence only if they have the same value in this column.
         Documents of different sets never share a sequence.
     weights: the share of each set in all tokens of the training. If it is None, every sequence is used once per
         epoch.
-    by_length: whether a sequence has documents of similar lengths, for models that run one document per padded row.
-        The documents of a sequence, with this padding, have at most `max_tokens` tokens.
+    by_length: whether a sequence has documents of similar lengths, for models that run each document in a padded row
+        of its own. A sequence then has at most `max_tokens` tokens including the padding of these rows.
     media_inputs: see `make_micro_batch`.
 
     set_S: int64, the set of each sequence; 0 if there are no sets.
@@ -59,10 +59,10 @@ class PackedSequences:
     ):
         widths_D = documents.widths(gaps, np.arange(len(documents)))
         if len(widths_D) == 0 or widths_D.max() > max_tokens:
-            what = f"{max_tokens} tokens{' with their prefixes' if (widths_D > documents.lengths_D).any() else ''}"
+            what = f"{max_tokens} tokens{' for every teacher' if (widths_D > documents.lengths_D).any() else ''}"
             raise ValueError(
-                f"documents of at most {what} are needed to pack, "
-                f"got {len(widths_D)} of at most {widths_D.max(initial=0)}"
+                f"expected one or more documents of at most {what} to pack, "
+                f"got {len(widths_D)} documents of at most {widths_D.max(initial=0)}"
             )
         self.documents, self.gaps, self.widths_D, self.by_length = documents, tuple(gaps), widths_D, by_length
         self.together, self.media_inputs = together, media_inputs
@@ -110,7 +110,7 @@ class PackedSequences:
 
     @property
     def filled_share(self) -> float:
-        """The share of the capacity of the sequences that tokens and gaps fill."""
+        """Tokens and gaps of all sequences, as a share of the sequences' capacity of `max_tokens` columns each."""
         return int(self.widths_D.sum()) / (len(self) * self.max_tokens)
 
     @property
@@ -144,12 +144,14 @@ class PackedSequences:
         """The numbers of the sequences of optimizer step `step` (from 0), for a training on `total` sequences.
 
         Without weights, every sequence is used once per epoch, and a step may contain the end of one epoch and the
-        beginning of the next. Only the last step may have fewer sequences. Within a step, sequences with the same
+        beginning of the next. Only the last step can have fewer sequences. Within a step, sequences with the same
         value in `together` are adjacent. Raises ValueError for a step outside the training.
         """
         start, stop = step * sequences_per_step, min((step + 1) * sequences_per_step, total)
         if not 0 <= start < stop:
-            raise ValueError(f"step {step} of {sequences_per_step} sequences lies outside a training on {total}")
+            raise ValueError(
+                f"step {step} of {sequences_per_step} sequences lies outside a training on {total} sequences"
+            )
         positions = np.arange(start, stop)
         if self.weights is not None:
             chosen = self.weighted_order(total)[positions]
@@ -161,14 +163,14 @@ class PackedSequences:
         return chosen[np.argsort(self._kinds[chosen], kind="stable")]
 
     def weighted_order(self, total: int) -> np.ndarray:
-        """Call `weighted_order` of this module with these sequences."""
+        """The result of the function `weighted_order` for these sequences. The last result is kept."""
         assert self.weights is not None
         if len(self._weighted_order) != total:
             self._weighted_order = weighted_order(self.set_S, self.tokens_S, self.weights, total, self.seed)
         return self._weighted_order
 
     def trained_shares(self, total: int) -> np.ndarray:
-        """For a training on weighted sources: the share of each source in all tokens of the training."""
+        """The share of each weighted source in all tokens of a training on `total` sequences."""
         chosen = self.weighted_order(total)
         tokens = np.bincount(self.set_S[chosen], weights=self.tokens_S[chosen], minlength=len(self.weights or ()))
         return tokens / tokens.sum()
@@ -230,7 +232,7 @@ class PackedMicroBatches(StepMicroBatches):
 def similar_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
     """Assign lengths to bins of similar lengths: in decreasing order, the lengths fill one bin after another.
 
-    A bin is full if its lengths, padded to the longest length, leave no room for one more. Returns the bins, [D].
+    A bin is full if its lengths, each padded to the longest, leave no room for one more. Returns the bins, [D].
     """
     bins_D = np.empty(len(lengths_D), dtype=np.int64)
     last, left, longest = -1, 0, 0
@@ -287,11 +289,11 @@ def weighted_order(
         raise ValueError(f"source number {empty[0] + 1} of the mixture has no documents to train on")
     rates = np.array([weight / tokens_S[of].mean() for weight, of in zip(weights, members, strict=True)])
     shares = rates / rates.sum()
-    # these counts are enough, because no source falls behind its share by a whole sequence
+    # these counts are enough: no source is a whole sequence behind its share, so times end below total + len(weights)
     counts = np.ceil((total + len(weights)) * shares).astype(np.int64) + 1
     times = np.concatenate([(np.arange(count) + 0.5) / share for count, share in zip(counts, shares, strict=True)])
     sequences = []
-    for numbers, count in zip(members, counts.tolist(), strict=True):  # each source in another order in each epoch
+    for numbers, count in zip(members, counts.tolist(), strict=True):  # each epoch of a source has another order
         orders = [permutation(len(numbers), seed, epoch + 1) for epoch in range(-(-count // len(numbers)))]
         sequences.append(numbers[np.concatenate(orders)[:count]])
     return np.concatenate(sequences)[np.argsort(times, kind="stable")[:total]]

@@ -54,7 +54,7 @@ class TemplateLimitError(ValueError):
 class TemplateSyntaxError(ValueError):
     """The chat template is not valid Jinja. The error concerns all records.
 
-    problem: the error and its line, in the form that follows the words "a chat template that" in a message.
+    problem: the error and its line as the end of a sentence, such as "has a syntax error in line 3: …".
     """
 
     def __init__(self, tokenizer: str, problem: str):
@@ -63,7 +63,7 @@ class TemplateSyntaxError(ValueError):
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a repeated key, because `json` would silently take the last value."""
+    """A JSON object from its pairs. Raises ValueError for a repeated key, of which `json` takes the last value."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
@@ -91,7 +91,7 @@ def column_value(fields: Mapping[str, Any], column: str) -> Any:
 
 
 def kept_value(fields: Mapping[str, Any], column: str, allowed: Collection[Any] | None) -> Any:
-    """The value of a column that is kept. allowed: the allowed values; None allows all values but null."""
+    """The value of a column that is kept. Raises RecordError for null and for a value not in `allowed`, if given."""
     value = column_value(fields, column)
     if value is None:  # Parquet stores absent values as null
         raise RecordError(f"column '{column}' is null; expected a value in every record")
@@ -101,7 +101,7 @@ def kept_value(fields: Mapping[str, Any], column: str, allowed: Collection[Any] 
 
 
 def string_value(fields: Mapping[str, Any], column: str, *, may_be_empty: bool = False) -> str:
-    """The text of a column. Raises RecordError for another type, and for a text that cannot be tokenized."""
+    """The text of a column. Raises RecordError for another type, invalid Unicode, and an empty or too long text."""
     value = column_value(fields, column)
     if not isinstance(value, str):
         raise RecordError(f"'{column}' must be a string, got {value_in_words(value)}")
@@ -113,7 +113,7 @@ def string_value(fields: Mapping[str, Any], column: str, *, may_be_empty: bool =
 
 
 def require_length(characters: int, what: str) -> None:
-    """Raise RecordError for more than `MAX_CHARACTERS` characters. what: the name of the text for the error."""
+    """Raise RecordError for more than `MAX_CHARACTERS` characters. what: the name of the text in the error."""
     if characters > MAX_CHARACTERS:
         raise RecordError(
             f"{what} has {characters:,} characters; expected at most {MAX_CHARACTERS:,} in one record: cut it into "
@@ -122,7 +122,7 @@ def require_length(characters: int, what: str) -> None:
 
 
 def require_encodable(text: str, what: str) -> None:
-    """Raise RecordError for a text that UTF-8 cannot represent. what: the name of the text for the error."""
+    """Raise RecordError for a text that UTF-8 cannot represent. what: the name of the text in the error."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -2,9 +2,9 @@
 
 There are two kinds. A prefix is privileged context, such as the answer to a question. It replaces an empty span at
 the beginning of the document, or after the BOS if the document begins with a BOS. The second kind is for a teacher
-with another vision tower: the tokens that its processor makes for media replace the student's tokens.
+with another vision tower: the tokens that its processor makes for media replace the student's tokens of these media.
 
-All other tokens are the same for student and teacher. So both models predict these same tokens.
+All other tokens are the same for student and teacher. Only these tokens can be targets.
 
 D documents; P substitutions of all documents; N tokens of all substitutions; S tokens of one document.
 """
@@ -36,7 +36,7 @@ class Substitution:
 def piece_substitutions(
     prefixes: Mapping[str, Substitution], media: Mapping[str, Sequence[Substitution]], length: int, *, is_first: bool
 ) -> dict[str, list[Substitution]]:
-    """A piece's substitutions by teacher. length: the tokens of the piece. Only the first piece has the BOS."""
+    """A piece's substitutions, by teacher. length: the piece's tokens. Only the first piece can begin with a BOS."""
     substitutions = {name: [item] if is_first else [Substitution(0, 0, item.ids)] for name, item in prefixes.items()}
     for name, items in media.items():
         within = [replace(item, stop=min(item.stop, length)) for item in items]
@@ -81,7 +81,7 @@ class Substitutions:
 
     @cached_property
     def gains_D(self) -> np.ndarray:
-        """For each document, the teacher's number of tokens minus the student's, int64; it may be negative."""
+        """For each document, the teacher's number of tokens minus the student's, int64. It can be negative."""
         gains_P = np.diff(self.offsets) - np.diff(self.spans_P2, axis=1)[:, 0]
         sums = offsets_of(gains_P)
         return sums[self.parts[1:]] - sums[self.parts[:-1]]
@@ -101,7 +101,7 @@ class Substitutions:
         return np.concatenate([*pieces, ids_S[done:]])
 
     def places(self, document: int, length: int) -> np.ndarray:
-        """Each token's position among the tokens that the teacher reads, [S] int64; -1 if it is replaced."""
+        """Each token's position among the teacher's tokens, [S] int64; -1 for a replaced token. length: S."""
         place_S = np.arange(length)
         for substitution in self.items(document):
             place_S[substitution.stop :] += substitution.gain
@@ -110,15 +110,15 @@ class Substitutions:
         return place_S
 
     def rows(self, document: int, length: int) -> np.ndarray:
-        """The teacher's row that predicts the same token as row i of the document's S rows, [S] int64.
+        """For each of the document's S rows, the teacher's row that predicts the same token, [S] int64. length: S.
 
-        Row i predicts token i + 1. The result is -1 if the teacher does not predict this token; it is then no target.
+        Row i predicts token i + 1. If the teacher does not predict it, its row is -1, and the token is no target.
         """
         next_S = np.append(self.places(document, length)[1:], length + self.gains_D[document])
         return np.maximum(next_S, 0) - 1
 
     def is_substituted(self, offsets: np.ndarray) -> np.ndarray:
-        """For all tokens of the documents at these offsets: whether a substitution replaces the token, bool."""
+        """True for each token of all documents that a substitution replaces, bool. offsets: `Documents.offsets`."""
         starts_P2 = self.spans_P2 + np.repeat(offsets[:-1], np.diff(self.parts))[:, None]
         borders = np.zeros(offsets[-1] + 1, dtype=np.int32)
         np.add.at(borders, starts_P2[:, 0], 1)

@@ -1,8 +1,8 @@
-"""Tokenized documents on disk: written once, compared with their hashes when they are read, and memory-mapped.
+"""Stores tokenized documents on disk. They are written once, checked by hashes at each read, and memory-mapped.
 
 The name of an entry's folder is a hash of everything that determines the content: the bytes of the source's files,
 the tokenizer with its chat template, the options, the libraries' versions, and the code of this package and of the
-registered readers and media. The folder has
+registered add-ons for readers and media. The folder has
 
     manifest.json     this hash, the report on the records, the sha256 of each other file and of the manifest itself
     sources.arrow     `file:line` of each document
@@ -10,8 +10,8 @@ registered readers and media. The folder has
     NAME.bin          an array: tokens (int32), targets (bool), offsets (int64), keys (uint64), the arrays of the
                       substitutions, and image_offsets (int64)
 
-An entry is written under a temporary name and then renamed, so that it is read without a lock. A lock file lets one
-process write it while the others wait.
+An entry is written under a temporary name and then renamed, so that reading it needs no lock. A lock file lets one
+process write an entry while the others wait.
 """
 
 import inspect
@@ -103,7 +103,7 @@ def cached_documents(
     """The documents of an entry. If the entry does not exist, it is written first.
 
     files: a function that lists the source's files. key: a function that returns the `entry_key`. load: a function
-    that reads the records, and writes the arrays of tokens and targets to a folder.
+    that reads the records, writes the arrays of tokens and targets to the given folder, and returns the documents.
 
     Raises ValueError for an entry that differs from its hashes, for a folder that cannot be used, and if the source's
     files change while they are read.
@@ -122,7 +122,7 @@ def cached_documents(
         if error.filename is not None and str(error.filename) in before:  # an error of the source, not of the cache
             raise
         raise ValueError(
-            f"{folder}: tokenized data cannot be cached here ({error.strerror or error}): make room, or set"
+            f"{folder}: tokenized data cannot be cached in this folder ({error.strerror or error}): make room, or set"
             " data.cache to another folder or null"
         ) from error
     return _read(path, name)
@@ -130,7 +130,7 @@ def cached_documents(
 
 def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchanged: Callable[[], bool]) -> None:
     prefix = f".partial-{name[:32]}-"
-    for left in path.parent.glob(f"{prefix}*"):  # left by a killed process: no other process has the lock
+    for left in path.parent.glob(f"{prefix}*"):  # a killed process left it: no other process has the lock
         shutil.rmtree(left)
     partial = path.parent / f"{prefix}{uuid.uuid4().hex}"
     partial.mkdir()
@@ -172,13 +172,13 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
 
 
 def _read(path: Path, name: str) -> Documents:
-    damaged = f"{path}: the cached tokens are damaged; remove this folder, and they are written again"
+    damaged = f"{path}: the cached tokens are damaged; remove this folder, so that the next run writes it again"
     with reading(damaged):
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         key, proof = manifest["key"], manifest.pop(_PROOF)
         sha256 = {file: file_hash(path / file) for file in manifest["sha256"]}
     if key != name:
-        raise ValueError(f"{damaged}: they belong to the entry {key!r}")
+        raise ValueError(f"{damaged}: its manifest belongs to the entry {key!r}")
     changed = [MANIFEST] if proof != json_hash(manifest) else []
     changed += [file for file, digest in sha256.items() if digest != manifest["sha256"][file]]
     if changed:
@@ -237,7 +237,7 @@ def user_folder() -> Path:
 class DocumentWriter:
     """Collects the documents of one source.
 
-    folder: the folder for the files of tokens, targets and media. If it is None, they are kept in memory.
+    folder: the folder for the files of tokens, targets and media. If it is None, the contents are kept in memory.
     """
 
     def __init__(self, folder: Path | None):
@@ -260,8 +260,8 @@ class DocumentWriter:
         substitutions: Mapping[str, list[Substitution]],
         record: dict[str, Any] | None,
     ) -> None:
-        """source: `file:line`. key: the hash of the record's content. values: the values of the kept columns.
-        substitutions: the substitutions by the teachers' names. record: the record, if it is kept.
+        """Add a document. source: `file:line`. key: the hash of the record's content. values: the values of the kept
+        columns. substitutions: each teacher's substitutions, by the teacher's name. record: the record if it is kept.
         """
         for file, array in zip(self._files, (document.ids, document.targets), strict=True):
             file.write(array.tobytes())
@@ -288,8 +288,8 @@ class DocumentWriter:
     def documents(
         self, report: DataReport, columns: Sequence[str], prefixes: Collection[str], teachers: Iterable[str]
     ) -> Documents:
-        """columns: the names of the kept columns. prefixes: the names of teachers with a prefix. teachers: the names
-        of teachers that may have other tokens of media.
+        """All documents that were added. columns: the names of the kept columns. prefixes: the names of the teachers
+        with a prefix. teachers: the names of the teachers whose tokens of media can differ from the student's.
         """
         values, media = map(list, zip(*self._values, strict=True)), self._media.finish()
         names = dict.fromkeys([*prefixes, *teachers])

@@ -1,6 +1,6 @@
 """Images in documents: an add-on, which the core does not import (group `stillhouse.media` of the registry).
 
-The core calls only this module. It is light: it loads the other modules when a record or a model has images.
+The core calls only this module. It imports little, and loads the other modules when a record or a model has images.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ _FUNCTIONS = {
 
 
 def processor_files(name_or_path: str, revision: str | None = None) -> list[Path]:
-    """The files of a folder's or hub id's processor; empty if it has no processor. Raises ValueError."""
+    """The files of the processor of a folder or a hub id, if it has one. Raises ValueError for unreadable files."""
     from transformers.utils import cached_file
 
     from stillhouse.libraries import reading
@@ -52,7 +52,7 @@ def processor_files(name_or_path: str, revision: str | None = None) -> list[Path
 
 
 class Images:
-    """The interface for the core: functions of this package, and the processor of a model, if it has a processor."""
+    """The interface for the core. The functions of `_FUNCTIONS` are its attributes, too."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in _FUNCTIONS:

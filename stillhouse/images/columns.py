@@ -3,7 +3,7 @@
 An image is a path (relative to the file of the records), the bytes of an image file, {"bytes", "path"} as `datasets`
 writes it, or a data URL. It is the value of an image part of a message, or it is in the column `images` (or `image`).
 In the second case, an image part without a value, or `<image>` in a text, marks the place of the image, as in TRL,
-ms-swift and LLaVA. If there is no such mark, the images are put before the first turn of the user, as in TRL.
+ms-swift and LLaVA. Without such a mark, the images are put before the text of the user's first turn, as in TRL.
 """
 
 import base64
@@ -35,7 +35,7 @@ def with_images(record: Record) -> Record:
     fields = record.fields
     by_column = {name: fields[name] for name in _COLUMNS if fields.get(name) not in (None, [], "")}
     if len(by_column) > 1:
-        raise RecordError(f"both {name_list(by_column)} have images: expected one of these columns")
+        raise RecordError(f"the columns {name_list(by_column)} both have images: expected one of these columns")
     value: Any = next(iter(by_column.values()), [])
     listed = value if isinstance(value, list) else [value]
     columns = [column for column in _MESSAGE_COLUMNS if isinstance(fields.get(column), list)]
@@ -68,7 +68,7 @@ def with_images(record: Record) -> Record:
     folder = source if source.is_dir() else source.parent
     for number, part in enumerate(images, start=1):
         if "image" not in part:
-            raise RecordError(f"image {number} has no value: expected one, or a column 'images' with an image for it")
+            raise RecordError(f"image {number} has no value: expected a value, or a column 'images' with this image")
         try:
             part["image"] = _encoded(part["image"], folder)
         except RecordError as error:
@@ -87,12 +87,12 @@ def _with_listed(messages: dict[str, list[Message]], images: list[Any]) -> dict[
     marked = {column: [_with_marks(message) for message in turns] for column, turns in messages.items()}
     parts = [part for turns in marked.values() for part in _image_parts(turns)]
     if any("image" in part for part in parts):
-        raise RecordError("a column of images and an image part with a value: expected one of them")
+        raise RecordError("there is a column of images and an image part with a value: expected one of them")
     if not parts:
         parts = [{"type": "image"} for _ in images]
         user = next((turn for turns in marked.values() for turn in turns if turn["role"] == "user"), None)
         if user is None or "content" not in user:
-            raise RecordError("the record has images, but no turn of the user before which they could be put")
+            raise RecordError("the record has images, but no turn of the user into which they could be put")
         user["content"] = [*parts, *user["content"]]
     if len(parts) != len(images):
         raise RecordError(

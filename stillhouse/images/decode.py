@@ -19,11 +19,10 @@ from stillhouse.output.records import HeldOutImage
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: the most pixels of an image: Pillow's limit against files that need more than the memory when decompressed
+#: the maximum number of pixels of an image: Pillow's limit against files whose decompression exceeds the memory
 MAX_PIXELS = 1024**3 // 4 // 3
-#: the most that the longer side of an image may be, as a multiple of the shorter side (the limit of Qwen's
-#: processors). Some processors scale the shorter side to a fixed length, so that a longer image would exceed the
-#: memory
+#: the maximum ratio of an image's longer side to its shorter side (the limit of Qwen's processors). Some processors
+#: scale the shorter side to a fixed length, so that an image with a larger ratio could exceed the memory
 MAX_ASPECT_RATIO = 200
 #: the limits of processor time and memory for decoding one image
 IMAGE_SECONDS, IMAGE_BYTES = 30.0, 2**32
@@ -37,7 +36,7 @@ def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
     animation is used, palettes are resolved, and the alpha channel is dropped. For 16 bits of grey, the 8 high bits
     are used. most_pixels: a larger image is scaled down to at most this number of pixels.
 
-    Raises RecordError for an image that cannot be decoded completely or whose form `require_size` refuses, and
+    Raises RecordError for an image that cannot be decoded completely or whose size `require_size` refuses, and
     ValueError if Pillow is not installed.
     """
     pillow = require_pillow()
@@ -54,7 +53,7 @@ def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
             if has_16_bits:
                 image = pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             if image.mode in ("I", "F"):
-                raise RecordError(f"has 32 bits per pixel (mode {image.mode}): expected 8 or 16 per channel")
+                raise RecordError(f"has 32 bits per pixel (mode {image.mode}): expected 8 or 16 bits per channel")
             image = image.convert("RGB")
             if (size := _bounded(image.size, most_pixels)) != image.size:
                 image = image.resize(size, resample=pillow.Resampling.BICUBIC)
@@ -69,14 +68,14 @@ def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
 
 
 class IsolatedDecoder:
-    """`open_image` in a separate process with limits of time and memory.
+    """Calls `open_image` in a separate process with limits of time and memory.
 
-    Small files may need hours or all memory: a JPEG with thousands of scans, or a TIFF in which each row is a tile
-    with a million columns. A file that was decoded within the limits once need not be decoded here again.
+    Decoding a small file can take hours or all memory: a JPEG with thousands of scans, or a TIFF in which each row is
+    a tile with a million columns. A file that was decoded once within the limits can later be decoded without them.
     """
 
     def __init__(self, most_pixels: int | None = None):
-        require_pillow().init()  # imports its modules before the fork
+        require_pillow().init()  # imports Pillow's modules before the fork
         # memory that is shared with the process, because sending pixels over a socket takes as long as decoding them
         self._pixels = mmap.mmap(-1, 3 * MAX_PIXELS)
         decode = partial(_write_pixels, self._pixels, most_pixels)
@@ -113,13 +112,13 @@ def require_size(width: int, height: int) -> None:
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise RecordError(
             f"has {width:,} × {height:,} pixels: expected a longer side of at most {MAX_ASPECT_RATIO} times the "
-            "shorter one"
+            "shorter side"
         )
 
 
 def pixel_count(image: MediaFile, most_pixels: int | None = None) -> int:
-    """The pixel count of the image that `open_image` returns, from the head of the file. Raises ValueError
-    if the image cannot be read.
+    """The number of pixels of the image that `open_image` returns, from the header of the file. Raises ValueError if
+    the image cannot be read.
     """
     source = image.path if image.data is None else io.BytesIO(image.data)
     with reading(f"{image.path or 'an image'}: it cannot be read"), require_pillow().open(source) as opened:
@@ -128,7 +127,7 @@ def pixel_count(image: MediaFile, most_pixels: int | None = None) -> int:
 
 
 def _bounded(size: tuple[int, int], most_pixels: int | None) -> tuple[int, int]:
-    """Width and height, scaled down to at most this number of pixels."""
+    """The width and height of an image after it is scaled down to at most `most_pixels` pixels."""
     width, height = size
     if most_pixels is None or width * height <= most_pixels:
         return size
@@ -156,7 +155,7 @@ def thumbnail(image: MediaFile) -> HeldOutImage:
     picture = open_image(image.read())
     width, height = picture.size
     picture.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-    # otherwise, Pillow would also write the comment of the image file
+    # a new image, because Pillow would also write the comment of the image file
     picture = require_pillow().fromarray(np.asarray(picture))
     buffer = io.BytesIO()
     picture.save(buffer, format="JPEG", quality=85)

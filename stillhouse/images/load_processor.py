@@ -1,7 +1,7 @@
 """Loads the processors of models that read images.
 
 A processor has a tokenizer and an image processor. In most families it also has a video processor, which
-transformers cannot load without torchvision. Images do not need torchvision, and videos are not read here. So the
+transformers cannot load without torchvision. Images do not need torchvision, and Stillhouse reads no videos. So the
 video processor is left out if torchvision is not installed.
 """
 
@@ -51,7 +51,7 @@ def load_processor(name_or_path: str, revision: str | None = None, trust_remote_
 
 @cache
 def _without_videos(kind: type[Processor]) -> type[Processor]:
-    """A class with the name of `kind`, whose processors may lack the video processor."""
+    """A subclass of `kind` with the same name, whose processors need not have a video processor."""
 
     def check_argument_for_proper_class(self: Processor, name: str, part: object) -> object:
         if name == "video_processor" and part is None:

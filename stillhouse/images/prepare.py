@@ -1,11 +1,11 @@
 """Prepares a run whose data has images: proves that the models read the images, and adds positions to the data.
 
-The layers or the sequences of a model may be distributed. Under context parallelism, every process runs each single
-document without context parallelism. In a pipeline, no process has the whole model. But the first stage runs the code
-of the whole backbone with the images, so it knows the arguments with which the plain model calls each layer:
-positions of several axes, or masks for the images. For a single document, the later stages run their layers with
-these arguments in place of their own. So the result equals the plain model's result. Packed documents run as in
-training.
+The proof needs the plain model's result for single documents (`proof.py`), also if the model is distributed. Under
+context parallelism, every process runs each single document without context parallelism. In a pipeline, no process
+has the whole model. But the first stage runs the code of the whole backbone with the images, so it knows the
+arguments with which the plain model calls each layer, such as positions of several axes or masks for the images. For
+a single document, the later stages run their layers with these arguments in place of their own, so that the result
+equals the plain model's. Packed documents run as in training.
 
 S tokens of a document, B rows, D width.
 """
@@ -54,13 +54,13 @@ from stillhouse.run.setup import RunSetup
 from stillhouse.signals import SignalSource, SignalStore
 
 _HIDDEN, _ARGUMENTS = "hidden", "arguments"
-#: `{}` stands for the expected setting
-NOT_WITH_IMAGES = "the data has images, which this cannot read yet: expected {}, or documents without images"
+#: `{}` is replaced by the expected value of the key
+NOT_WITH_IMAGES = "the data has images, which this key does not support yet: expected {}, or data without images"
 
 
 def require_image_layout(setup: RunSetup, media_inputs: MediaInputs) -> None:
-    """Raise ConfigError for a layout that cannot read images. Also raise it for a loss that needs the teacher's
-    hidden states in the student's rows, if the teacher has other rows.
+    """Raise ConfigError for a layout that cannot read images. If a teacher has other tokens of images than the
+    student, also raise it for a loss that needs the teacher's hidden states in the student's rows.
     """
     for section in setup.own_layouts:
         raise ConfigError(f"{section}.parallel", NOT_WITH_IMAGES.format("null"))
@@ -70,8 +70,8 @@ def require_image_layout(setup: RunSetup, media_inputs: MediaInputs) -> None:
         if getattr(setup.layout.degrees, axis) > 1:
             raise ConfigError(
                 f"parallel.{axis}",
-                "the data has images, and a teacher has other tokens of images than the student, or none: expected "
-                "1, or teachers with the student's processor of images",
+                "the data has images, and a teacher has other tokens of images than the student, or no tokens of "
+                "images: expected 1, or teachers with the student's processor of images",
             )
     if setup.config.objective.hidden:
         raise ConfigError(
@@ -133,14 +133,14 @@ def with_images_proven(
             teachers[name] = MediaInputs(inputs_of_model.processor, decoder.axis_positions)
         elif not all(map(_is_equal, positions, (document_positions(decoder, document) for document in documents))):
             raise ProofError(
-                f"{section}: its rotary positions of images are not those of the student, whose processor it has: "
-                "expected a model of its family"
+                f"{section}: its rotary positions of images are not those of the student, although it has the same "
+                "processor: expected a model of the student's family"
             )
         agreed = partial(student.ranks.all_raise, PackingError, ProofError)
         with prefixed(section, ProofError):
             prove_image_model(model, examples, inputs_of_model.processor.join, agreed)
         for part in model.decoders:
-            reshard(part)  # no backward follows; the optimizer must get the sharded weights
+            reshard(part)  # the optimizer must get the sharded weights, and no backward follows that reshards them
     for section, store in (stores or {}).items():
         with as_config_error(section):
             store.require_positions(positions)
@@ -168,7 +168,7 @@ def _models(engine: Engine, source: SignalSource) -> Iterator[tuple[str, ImageMo
 
 
 class StagedModel(ImageModel):
-    """The student, or the teacher in its stages, under a layout with several stages or several context ranks.
+    """The student, or a teacher in the student's stages, under a layout with several stages or several context ranks.
 
     stages: the parts of the model on this process, by the numbers of their stages.
     """
@@ -255,7 +255,7 @@ def _first_stage(decoder: Decoder, document: ImageDocument, stages: int) -> dict
     for number in absent:
         if not torch.equal(outputs[number].to(read[number].dtype), read[number]):
             raise ProofError(
-                f"{typename(decoder.pretrained)} adds features of images behind its layer {number}, and the first of "
+                f"{typename(decoder.pretrained)} adds features of images after its layer {number}, and the first of "
                 f"{stages} stages has only {absent[0]} of its layers: expected fewer stages, or pipeline=1"
             )
     return {_HIDDEN: hidden_1SD, **_encoded(decoder, {number: inputs[number][1] for number in absent})}
@@ -281,15 +281,15 @@ def _later_stage(decoder: Decoder, hidden_1SD: Tensor, arguments: Mapping[int, M
 
 
 def _named(places: Sequence[Any], options: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return a layer's arguments with their names or, without a name, their numbers; hidden states first."""
+    """Return a layer's arguments, the hidden states first. A positional argument has its number as its name."""
     named = {str(number): value for number, value in enumerate(places)} | dict(options)
     first = "0" if places else "hidden_states"
     return [(first, named.pop(first)), *named.items()]
 
 
 def _encoded(decoder: Decoder, arguments: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return the tensors among the arguments of layers, each tensor once, and a text with their places. Raises
-    ProofError for a value that contains tensors but is neither a tensor nor a list of tensors.
+    """Return the tensors among the arguments of layers, each tensor once, and their places as a JSON text. Raises
+    ProofError for a value of a type that can contain tensors but is neither a tensor nor a list of tensors.
     """
     unique: dict[int, tuple[str, Tensor]] = {}  # the place and the tensor, by the tensor's identity
     places: dict[int, dict[str, Any]] = {}
@@ -305,15 +305,15 @@ def _encoded(decoder: Decoder, arguments: Mapping[int, Mapping[str, Any]]) -> di
             elif not (isinstance(value, bool | int | float | str) or (isinstance(value, Mapping) and not value)):
                 raise ProofError(
                     f"layer {number} of {typename(decoder.pretrained)} reads '{name}' of type "
-                    f"{type(value).__name__}, which cannot be compared between stages: expected attention sdpa, or "
-                    "pipeline=1"
+                    f"{type(value).__name__}, which the first stage cannot send to later stages: expected "
+                    "attention=sdpa, or pipeline=1"
                 )
     text = torch.frombuffer(bytearray(json.dumps(places).encode()), dtype=torch.uint8)
     return {_ARGUMENTS: text, **dict(unique.values())}
 
 
 def _decoded(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Any]]:
-    """Return the arguments that `_encoded` got, by layer."""
+    """Return the arguments of each layer from the result of `_encoded`, without values that have no tensors."""
     arguments: dict[int, dict[str, Any]] = {}
     for number, places in json.loads(tensors[_ARGUMENTS].cpu().numpy().tobytes()).items():
         values: dict[str, Any] = {}

@@ -88,7 +88,7 @@ class ImageProcessor:
     @cached_property
     def processor(self) -> Any:
         """The processor of transformers. Raises ValueError if it cannot be loaded, has another tokenizer or another
-        chat template, or does not return the positions of expanded placeholders.
+        chat template, or has no placeholder token for images.
         """
         require_pillow()
         processor = load_processor(self.name, *self._options)
@@ -96,14 +96,14 @@ class ImageProcessor:
         if tokenizer_fingerprint(processor.tokenizer) != tokenizer_fingerprint(self.tokenizer):
             raise ValueError(
                 f"{what} has another tokenizer than the model ({type(processor.tokenizer).__name__} with "
-                f"{len(processor.tokenizer):,} tokens, expected {len(self.tokenizer):,}): save both again, with "
+                f"{len(processor.tokenizer):,} tokens, expected {len(self.tokenizer):,}): save it again, with "
                 "AutoProcessor.from_pretrained(…).save_pretrained(folder)"
             )
         template = self.tokenizer.chat_template
         if not self._template_is_set and processor.chat_template not in (None, template):
             raise ValueError(
                 f"{what} and its tokenizer have different chat templates: set data.chat_template to a file with the "
-                "one that is meant"
+                "template to use"
             )
         if getattr(processor, "image_token", None) is None:
             raise ValueError(f"{what} ({type(processor).__name__}) has no placeholder token for images")
@@ -124,8 +124,8 @@ class ImageProcessor:
 
     @cached_property
     def layout(self) -> _Layout:
-        """Raises ValueError if one call for several documents does not return the concatenated tensors of a call for
-        each document.
+        """The form of the tensors, from calls with small pictures. Raises ValueError if one call for several
+        documents does not return the concatenated tensors of a call for each document.
         """
         with reading(f"the processor of {self.name!r} ({type(self.processor).__name__}) does not process pictures"):
             pictures = _random_pictures()
@@ -145,7 +145,7 @@ class ImageProcessor:
             if tensor.shape != expected.shape or not torch.equal(tensor, expected):
                 raise ValueError(
                     f"the processor of {self.name!r} ({type(self.processor).__name__}) makes another {name!r} from "
-                    "two documents in one call than from each alone: such models cannot be trained on images"
+                    "two documents in one call than in two calls: its model cannot be trained on images"
                 )
         # the name of the token types with other values than 0 for the placeholders of an image
         types = next((name for name in TOKEN_TYPES if name in kinds and kinds[name].any()), None)
@@ -158,8 +158,8 @@ class ImageProcessor:
             raise ProcessorError(str(error)) from error
 
     def expand(self, text: str, images: Sequence[MediaFile], *, special: bool, is_safe: bool = False) -> Expanded:
-        """Raises RecordError for an image that cannot be decoded or that the processor refuses, and for a text with
-        other placeholders.
+        """See `MediaProcessor`. Raises RecordError for an image that cannot be decoded or that the processor refuses,
+        and for a text that does not have one placeholder for each image.
         """
         token = self.placeholder
         if (count := text.count(token)) != len(images):
@@ -180,8 +180,8 @@ class ImageProcessor:
         return Expanded(ids, offsets, replaced)
 
     def read(self, documents: Documents, document: int, ids: np.ndarray) -> MediaTensors:
-        """Raises DataError if a file has changed since the data was loaded, or if the number of placeholder tokens
-        is now different.
+        """See `MediaProcessor`. Raises DataError if a file has changed since the data was loaded, or if the number of
+        placeholder tokens is now different.
         """
         try:
             return self.read_files(documents.media_of(document), ids)
@@ -198,7 +198,7 @@ class ImageProcessor:
         if placeholders != expected:
             raise ValueError(
                 f"its images have {expected} placeholder tokens in the loaded data, and the processor makes "
-                f"{placeholders} now: start again without the entry of data.cache that has this data"
+                f"{placeholders} now: remove the entry of data.cache that has this data, and start again"
             )
         tensors = {name: out[name] for name in out if name not in _PER_TOKEN}
         return MediaTensors(tensors, [picture.size for picture in pictures])
@@ -235,7 +235,7 @@ class ImageProcessor:
         return concatenated(with_images, self.layout.stacked) if with_images else {}
 
     def count_placeholders(self, ids: np.ndarray) -> int:
-        """The number of tokens that stand for features of images."""
+        """The number of tokens whose embeddings the features of images replace."""
         return int(np.isin(ids, self.placeholder_ids).sum())
 
     def token_types(self, ids: np.ndarray) -> dict[str, np.ndarray]:
@@ -244,7 +244,8 @@ class ImageProcessor:
         return {name: np.asarray(self.processor.create_mm_token_type_ids([ids.tolist()])[0], dtype=np.int64)}
 
     def prompt_arguments(self, decoder: Decoder, requests: Sequence[Any], width: int) -> dict[str, Tensor]:
-        """The images and the kinds of tokens [B, S] of a batch of `GenerationRequest`s.
+        """The arguments of transformers' `generate` with the images and the token types [B, S] of a batch of
+        `GenerationRequest`s. width: S.
 
         `generate` runs the vision tower once, for the tokens of the prompts, and computes rotary positions itself.
         Prompts are padded on the left. Images are in the order of the rows.
@@ -270,7 +271,7 @@ class ImageProcessor:
         return arguments | read_token_inputs(model, kinds)
 
     def prompt_tensors(self, requests: Sequence[Any]) -> list[Mapping[str, Tensor]]:
-        """The tensors of each request's images. Images of several samples of a prompt are processed once."""
+        """The tensors of each request's images. If several requests have the same images, they are processed once."""
         made: dict[tuple[bytes, ...], Mapping[str, Tensor]] = {}
         tensors: list[Mapping[str, Tensor]] = []
         for request in requests:
@@ -308,7 +309,7 @@ class ImageProcessor:
             if len(without := owners[counts_D[owners] == 0]):
                 raise DataError(
                     documents.sources[int(without[0])],
-                    "its text has a placeholder token of images, and it has no image",
+                    "its text has a placeholder token of images, but there is no image",
                 )
 
     @cached_property
@@ -338,8 +339,8 @@ def _random_pictures() -> list[Any]:
 
 
 def concatenated(parts: Sequence[Mapping[str, Tensor]], stacked: frozenset[str]) -> dict[str, Tensor]:
-    """Concatenate the tensors of several documents' images, so that they equal the tensors of one call. stacked: see
-    `_Layout`. Images are concatenated along their dim. Other dims are padded with zeros at the end.
+    """Concatenate the tensors of several documents' images along the dim of the images, so that the result equals the
+    tensors of one call. Other dims are padded with zeros at the end. stacked: see `_Layout`.
     """
     joined: dict[str, Tensor] = {}
     for name in parts[0]:

@@ -4,7 +4,7 @@ The documents come from the model's own processor. Their images are different, a
 The plain model gets each document alone, as the processor returns it: without positions, which the model then
 computes itself. The decoder gets all documents in two rows with padding. Each document must have the same hidden
 states in both cases. Then the images of one document are changed. The hidden states of this document must change,
-and no others. This proves that images are read, and that they belong to the right documents.
+and those of the others must not. This proves that images are read, and that they belong to the right documents.
 
 B rows, S columns, A axes of positions; D width.
 """
@@ -28,7 +28,7 @@ from stillhouse.models.vision_language import AXES, TOKEN_TYPES
 
 #: joins the images of several documents, as a micro-batch has them
 JoinImages = Callable[[Sequence[Mapping[str, Tensor]]], Mapping[str, Tensor]]
-#: the least relative change of a hidden state that proves that images are read; equal inputs would give equal bits
+#: the smallest relative change of a hidden state that proves that images are read; it is 0 if images are ignored
 _CHANGED = 1e-4
 #: the error for a decoder that cannot run packed documents
 CANNOT_RUN = "{} cannot run packed documents with images"
@@ -45,7 +45,7 @@ class ImageDocument:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "ImageDocument":
-        """tensors: the processor's tensors; tensors per token have the shape [1, S]."""
+        """The document with these tensors of a processor. Tensors per token have the shape [1, S]."""
         per_token = {"input_ids", "attention_mask", *TOKEN_TYPES}
         return cls(
             tensors["input_ids"][0],
@@ -105,7 +105,7 @@ def prove_images(
     join: JoinImages,
     agreed: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """`prove_image_model` for a `Decoder` that has all layers."""
+    """Call `prove_image_model` for a `Decoder` that has all layers."""
     prove_image_model(WholeModel(decoder, autocast_dtype(decoder.pretrained)), documents, join, agreed)
 
 
@@ -116,12 +116,12 @@ def prove_image_model(
     agreed: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
     """Prove that a model reads packed documents with images as the plain model does. If a way of packing fails, the
-    model's next way of packing is proven.
+    model uses its next way of packing, which is then proven.
 
     documents: documents with and without images, as the processor returns them for single documents. agreed: a
     context that raises a PackingError or ProofError of its block on all processes that share the model. Raises
-    ProofError with the model's name if even documents in separate rows are not exact. Does not change weights, modes
-    or the state of random generators.
+    ProofError with the model's name if also the last way, documents in separate rows, fails. Does not change weights,
+    modes or the state of random generators.
     """
     parsed = [ImageDocument.of(tensors) for tensors in documents]
     with_images = [document for document in parsed if document.images]
@@ -212,7 +212,7 @@ def _prove_packed(
         return
     hidden, precision = packed.parts(hidden_BSD), model.precision or expected[0].dtype
     for number, (hidden_SD, expected_SD) in enumerate(zip(hidden, expected, strict=True), start=1):
-        which = f"{name}: the hidden states of document {number} of {len(documents)} with images, packed, differ by "
+        which = f"{name}: packed with others, document {number} of {len(documents)} has hidden states that differ by "
         rest = "{error:.2%} from those of the plain model on that document alone"
         _compare(hidden_SD, expected_SD, precision, which + rest)
     # other images in a document must change the hidden states of this document only
@@ -221,7 +221,7 @@ def _prove_packed(
         after = packed.parts(changed_BSD)
         change = float(relative_errors(after[number], hidden[number]).max())
         if not change > _CHANGED:
-            raise PackingError(f"{name} ignores images: its hidden states change by {change:.2%} with them")
+            raise PackingError(f"{name} ignores images: with other images, its hidden states change by {change:.2%}")
         for other, (before_SD, after_SD) in enumerate(zip(hidden, after, strict=True)):
             if other != number:
                 _compare(after_SD, before_SD, precision, message)
@@ -252,14 +252,14 @@ def _padded(name: str, parts: Sequence[Tensor], columns: int) -> Tensor:
 
 
 def _compare(hidden_SD: Tensor, expected_SD: Tensor, precision: torch.dtype, message: str) -> None:
-    """In half precision, compare the median over tokens: rounding can change the experts of single tokens."""
+    """Raise PackingError for large errors. In half precision, use the median token: rounding can change experts."""
     errors_S, is_half = relative_errors(hidden_SD, expected_SD), precision.itemsize < torch.float32.itemsize
     compare(errors_S, PLACE_TOLERANCE[precision], message, PackingError, median=is_half)
 
 
 @contextmanager
 def _kept_deltas(models: Sequence[Any]) -> Iterator[None]:
-    """Restore the state that a backbone keeps from its last images and adds to later positions."""
+    """Restore, after the block, the state that a backbone keeps from its last images and adds to later positions."""
     modules = {part for model in models for part in model.modules() if hasattr(part, "rope_deltas")}
     kept = [(module, module.rope_deltas) for module in modules]
     try:

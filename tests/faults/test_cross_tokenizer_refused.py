@@ -59,7 +59,7 @@ def test_a_document_that_cannot_be_aligned_is_refused_by_its_line(folder: Path, 
     write_model(tmp_path / "teacher", "pieces", family="qwen3", seed=2)
     data = write_records(tmp_path / "train.jsonl", [{"text": "fine"}, {"text": "a▁b"}])
     message = refused(folder, **GOLD, **{"teacher.model": str(tmp_path / "teacher"), "data.train": str(data)})
-    assert f"{data}:2: the teacher's tokenizer changes its text" in message
+    assert f"{data}:2: the teacher's tokenizer changes the text" in message
 
 
 def test_no_cache_is_written(folder: Path, tmp_path: Path) -> None:

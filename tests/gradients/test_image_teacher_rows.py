@@ -156,14 +156,14 @@ def test_a_document_with_images_of_a_text_only_teacher_is_refused(folder: Path, 
     path = folder / "wrong.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     settings = SETTINGS | routed(folder) | {"data.train": str(path)}
-    expected_text = r"wrong\.jsonl:4: it has images, and the teacher that reads it has no processor of images \("
+    expected_text = r"wrong\.jsonl:4: the record has images, and its teacher has no processor of images \("
     with pytest.raises(DataError, match=expected_text + r"teachers\.texts\.model\)"):
         session_of(folder, cached=True, **settings)
     session = session_of(folder, cached=True, **settings, **{"data.on_error": "skip"})
     assert session.data.train.documents.report.skipped == 2
     session.close()
     alone = {"teacher.model": str(folder / "text"), "data.on_error": "skip"}
-    with pytest.raises(DataError, match=r"train\.jsonl:1: it has images, and .* \(teacher\.model\): expected"):
+    with pytest.raises(DataError, match=r"train\.jsonl:1: the record has images, .* \(teacher\.model\): expected"):
         session_of(folder, **SETTINGS, **alone)
 
 

@@ -195,7 +195,7 @@ TWO_FEATURES = {"vision_config": {**TOWER, "deepstack_visual_indexes": [0, 1]}}
 @pytest.mark.parametrize(
     ("case", "missing", "error"),
     [
-        (Case("qwen3_vl", options=TWO_FEATURES), "", "adds features of images behind its layer 1, and"),
+        (Case("qwen3_vl", options=TWO_FEATURES), "", "adds features of images after its layer 1, and"),
         (Case("qwen3_vl"), "axis_position_ids", "from those of the plain model on that document alone: expected"),
         (Case("gemma3"), "token_type_ids", "from those of the plain model on that document alone: expected"),
     ],

@@ -286,7 +286,7 @@ BAD: dict[str, tuple[Callable[[Parts], Parts], str]] = {
     ),
     "a long picture": (
         lambda parts: with_images(parts, 1, sizes=[(1, 201)]),
-        "sequence 1: picture 1: has 1 × 201 pixels: expected a longer side of at most 200 times the shorter one",
+        "sequence 1: picture 1: has 1 × 201 pixels: expected a longer side of at most 200 times the shorter side",
     ),
     "many large pictures": (
         lambda parts: with_images(

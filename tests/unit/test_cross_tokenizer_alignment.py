@@ -227,7 +227,7 @@ def test_unknown_characters_are_refused_by_the_document() -> None:
     student, teacher = tokenizer("small"), tokenizer("pieces")
     backend = teacher.backend_tokenizer
     backend.model = models.BPE(unk_token="<unk>", vocab={"<unk>": 0, "▁": 353, "a": 304}, merges=[])
-    with pytest.raises(DataError, match=r"^train.jsonl:2: token id 0 \('<unk>'\) stands for no text"):
+    with pytest.raises(DataError, match=r"^train.jsonl:2: token id 0 \('<unk>'\) represents no text"):
         Aligner(student, teacher).translate(documents(student, ["aa a", "b"]))
     (unknown,) = student("<unk>", add_special_tokens=False)["input_ids"]
     with pytest.raises(ValueError, match=r"token 1 is '<unk>', whose text is not known"):
@@ -243,5 +243,5 @@ def test_tokenizers_without_exact_bytes_are_refused() -> None:
 def test_tokens_that_are_no_text_are_refused() -> None:
     student = tokenizer("small")
     ids = student.convert_tokens_to_ids(["a", "Ł", "b"])
-    with pytest.raises(ValueError, match="its tokens are not text"):
+    with pytest.raises(ValueError, match="the student's tokens are not UTF-8 text"):
         Aligner(student, tokenizer("large")).align([np.array(ids, dtype=np.int32)])

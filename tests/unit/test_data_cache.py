@@ -181,7 +181,7 @@ def test_an_entry_of_other_content_is_refused(tmp_path: Path) -> None:
     (second,) = set(entries(cache)) - {first}
     shutil.rmtree(first)
     shutil.copytree(second, first)
-    with pytest.raises(ValueError, match="they belong to the entry"):
+    with pytest.raises(ValueError, match="its manifest belongs to the entry"):
         load(tmp_path, cache, columns=["n"])
 
 
@@ -262,7 +262,7 @@ def test_nothing_is_left_of_data_that_cannot_be_read(tmp_path: Path) -> None:
         load(tmp_path, tmp_path / "cache")
     assert not entries(tmp_path / "cache")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"file: tokenized data cannot be cached here"):
+    with pytest.raises(ValueError, match=r"file: tokenized data cannot be cached in it"):
         load(tmp_path, tmp_path / "file")
 
 

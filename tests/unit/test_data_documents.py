@@ -71,7 +71,7 @@ def test_a_turn_that_begins_within_a_token_of_its_prompt_is_counted(tmp_path: Pa
     ]
     report = load_records(tmp_path, records, chat="plain").report
     assert report.joined_turns == 1
-    assert report.summary().endswith(", 1 turns begin within a token of their prompt")
+    assert report.summary().endswith(", 1 turns whose first token also has text of the prompt")
 
 
 def test_long_completions_are_cut_and_counted(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_long_completions_are_cut_and_counted(tmp_path: Path) -> None:
     assert (report.cut_documents, report.cut_tokens) == (2, 3 + 11)
     assert report.summary() == (
         f"{tmp_path}/train.jsonl: 2 documents, 16 tokens, 10 to predict, "
-        "2 cut at the limit (14 tokens lost), 1 dropped with nothing to predict"
+        "2 cut at the limit (14 tokens lost), 1 dropped without a token to predict"
     )
 
 
@@ -120,7 +120,7 @@ def test_bad_records_stop_with_file_and_line_or_are_counted(tmp_path: Path) -> N
         (
             [{"prompt": "0" * 9, "completion": "1"}],
             {"max_tokens": 4},
-            r"1 have no token to predict .*max_tokens=4; 1 were cut there",
+            r"1 have no token to predict .*max_tokens=4; 1 were cut at this limit",
         ),
         (numbered(1), {"max_tokens": 1}, "max_tokens must be at least 2"),
     ],
@@ -138,7 +138,7 @@ def test_a_source_without_an_end_that_is_a_target_is_a_warning(tmp_path: Path) -
     cut = load_records(tmp_path, [{"messages": CHAT}], chat="plain", max_tokens=whole.report.tokens - 2)
     assert cut.report.target_tokens
     (warning,) = cut.report.warnings
-    assert "no token that ends a text is a target (the student's: </s>), so it does not learn to stop" in warning
+    assert "no end-of-sequence token of the student (</s>) is a target, so the student does not learn" in warning
     tokenizer = toy_tokenizer()
     tokenizer.chat_template = (
         "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
@@ -150,7 +150,7 @@ def test_marks_of_images_without_images_are_one_warning(tmp_path: Path) -> None:
     records = [{"text": "a"}, {"text": "b <image> c"}, {"text": "<image> d"}]
     (warning,) = load_records(tmp_path, records).report.warnings
     assert warning.startswith(f"{tmp_path}")
-    assert ".jsonl:2: its text has <image>, and the record has no image, so that <image> is read as text" in warning
+    assert ".jsonl:2: its text has <image>, but the record has no image, so <image> is read as ordinary" in warning
     assert "(such records: 2)" in warning
 
 
@@ -204,7 +204,7 @@ def test_each_side_of_a_split_gets_a_document(tmp_path: Path) -> None:
         assert (len(train), len(held_out)) == (1, 1)
         assert held_out.keys_D[0] < train.keys_D[0]
     for records in (numbered(1), numbered(1) * 3):
-        with pytest.raises(ValueError, match="one document is not enough to hold some out"):
+        with pytest.raises(ValueError, match="all documents have the same content, so none can be held out"):
             load_records(tmp_path, records).split(0.5)
     for share in (0, 1, -0.1, 1.5):
         with pytest.raises(ValueError, match="must lie between 0 and 1"):

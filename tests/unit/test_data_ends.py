@@ -103,7 +103,7 @@ def test_a_header_that_is_no_end_of_sequence_ends_no_turn(tmp_path: Path) -> Non
     tokenizer = glm_tokenizer("glm4moe")
     documents = load_records(tmp_path, [{"messages": [USER, FOUR, USER, CALLS]}], tokenizer, max_tokens=512)
     (warning,) = documents.report.warnings
-    assert "no token that ends a text is a target (the student's: <|endoftext|>)" in warning
+    assert "no end-of-sequence token of the student (<|endoftext|>) is a target" in warning
     assert documents.report.trained_ends == []
     assert "<|user|>" not in texts(documents, tokenizer)[1]
 

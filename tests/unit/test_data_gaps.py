@@ -81,7 +81,7 @@ def test_the_fingerprint_covers_where_a_bos_stays() -> None:
 
 
 def test_documents_that_do_not_fit_with_their_gaps_are_refused() -> None:
-    needed = "documents of at most 6 tokens with their prefixes are needed to pack, got 3 of at most 7"
+    needed = "documents of at most 6 tokens for every teacher to pack, got 3 documents of at most 7"
     with pytest.raises(ValueError, match=needed):
         PackedSequences(by_hand(), max_tokens=6, seed=0, gaps=["a", "b"])
     assert len(PackedSequences(by_hand(), max_tokens=6, seed=0, gaps=["a"])) == 3

@@ -266,13 +266,13 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         asks({"type": "image", "image": "0.png", "path": "0.png"}),
         "part 1 of message 1 of 'messages' has .* expected one of them",
     ),
-    "no user": ({"messages": [FOUR], "images": ["0.png"]}, "no turn of the user before which they could be put"),
+    "no user": ({"messages": [FOUR], "images": ["0.png"]}, "no turn of the user into which they could be put"),
     "a placeholder in a text": (
         asks(image("0.png"), text("see <|image_pad|>")),
         r"has 2 times the placeholder '<\|image_pad\|>' for 1 images",
     ),
     "broken": (asks(image("broken.png")), "image 1 .*broken.png.* cannot be decoded"),
-    "too long": (asks(text("a" * 20), image("2.png")), "its images end at token .* cut at 30"),
+    "too long": (asks(text("a" * 20), image("2.png")), "its images end at token .* cut at token 30"),
     "too narrow": (asks(image("narrow.png")), "has 1 × 300 pixels: expected a longer side"),
 }
 

@@ -70,7 +70,7 @@ def test_tokens_masks_and_tensors_are_those_of_transformers_for_each_conversatio
 
 def test_a_run_without_images_refuses_documents_with_images(qwen: Student, pictures: Path) -> None:
     documents = qwen.load_records(pictures, {"messages": CONVERSATIONS[0]})
-    with pytest.raises(ValueError, match="has images, which are not supported here"):
+    with pytest.raises(ValueError, match="has images, which need media_inputs"):
         PackedSequences(documents, max_tokens=200, seed=0).micro_batch([0])
 
 

@@ -192,7 +192,7 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 
 
 def test_too_long_a_document_is_refused() -> None:
-    with pytest.raises(ValueError, match="documents of at most 24 tokens are needed to pack, got 2 of at most 25"):
+    with pytest.raises(ValueError, match="documents of at most 24 tokens to pack, got 2 documents of at most 25"):
         PackedSequences(random_documents([3, 25]), max_tokens=24, seed=0)
 
 

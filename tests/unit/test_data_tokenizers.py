@@ -164,7 +164,7 @@ def test_a_decoder_that_is_not_the_files_is_refused(tmp_path: Path) -> None:
 def test_a_class_that_cuts_texts_in_other_places_is_a_warning(tmp_path: Path) -> None:
     """transformers chooses such a class for model types such as qwen3_5, whatever tokenizer_config.json says."""
     folder = saved_as(tmp_path, toy_backend(), "Qwen2Tokenizer")
-    with pytest.warns(UserWarning, match=r"which cuts texts in other places than its tokenizer\.json"):
+    with pytest.warns(UserWarning, match=r"which splits texts in other places than its tokenizer\.json"):
         load_tokenizer(folder)
 
 

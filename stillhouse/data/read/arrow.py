@@ -55,31 +55,31 @@ def read_saved(folder: Path) -> Iterator[Record]:
         raise ValueError(f"{folder}: the saved dataset is empty; expected a split with records")
     if len(splits) > 1:
         raise ValueError(
-            f"{folder}: contains the splits {name_list(splits)}; name the folder of one split, such as "
+            f"{folder}: contains the splits {name_list(splits)}: expected the folder of one split, such as "
             f"{folder / min(splits, key=lambda split: split != 'train')}"
         )
     return _records_of_dataset(str(folder), next(iter(splits.values())))
 
 
 def read_hub(source: str, name: str, configuration: str | None, split: str) -> Iterator[Record]:
-    """The records of a split of a dataset on the hub. source: its full name, for locations and errors."""
+    """The records of a split of a dataset on the hub. source: the split as the user wrote it, for messages."""
     import datasets
 
     try:
         dataset = datasets.load_dataset(name, configuration, split=split)
     except (OSError, datasets.exceptions.DatasetsError) as error:
         raise NoSourceError(
-            f"{source}: no file or folder of this name here, and no dataset on the hub: {error}"
+            f"{source}: no file or folder on this machine has this name, and no dataset on the hub: {error}"
         ) from error
-    except ValueError as error:  # no such split or configuration, or several, of which `source` names none
+    except ValueError as error:  # the split or configuration is unknown, or missing although there are several
         raise ValueError(
-            f"{source}: the hub's dataset cannot be loaded ({name}:configuration@split names a part of it): {error}"
+            f"{source}: the hub's dataset cannot be loaded (expected {name}:configuration@split): {error}"
         ) from error
     return _records_of_dataset(source, dataset)
 
 
 def _records_of_dataset(name: str, dataset: Any) -> Iterator[Record]:
-    tables = dataset.with_format("arrow").iter(batch_size=_BATCH)  # its images and other features are not decoded
+    tables = dataset.with_format("arrow").iter(batch_size=_BATCH)  # as Arrow, so that images are not decoded
     return _records(name, "not a readable record", tables)
 
 
@@ -101,7 +101,7 @@ def _records(name: str, problem: str, tables: Iterator[Any]) -> Iterator[Record]
 
 
 def _as_written(value: Any, field: Any, *, drops_null: bool) -> Any:
-    """A column's value in its form before Arrow. field: the name and type of the column."""
+    """A column's value as it was before it was stored in Arrow. field: the name and type of the column."""
     if value is None:
         return None
     if _is_json(field):

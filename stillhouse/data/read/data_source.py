@@ -57,8 +57,8 @@ def local_files(source: str | os.PathLike[str]) -> list[Path] | None:
         files = sorted(file for file in path.iterdir() if _is_readable(file))
         if not files:
             raise ValueError(
-                f"{path}: neither a saved dataset nor a folder with files ending in {_suffixes()} (subfolders are "
-                f"not searched; a glob such as '{path}/**/*.jsonl' does that)"
+                f"{path}: neither a saved dataset nor a folder with files ending in {_suffixes()}; to search its "
+                f"subfolders, too, use a glob such as '{path}/**/*.jsonl'"
             )
         twice = next((file for file in files if file.suffix in COMPRESSED and file.with_suffix("") in files), None)
         if twice is not None:
@@ -75,7 +75,7 @@ def local_files(source: str | os.PathLike[str]) -> list[Path] | None:
 
 
 def require_source(source: str) -> None:
-    """Raise ValueError if the source is on this machine and cannot be read, or if it is neither here nor a hub id."""
+    """Raise ValueError if the source is neither on this machine nor a hub id, or not a kind of file that is read."""
     if local_files(source) is None:
         _hub_id(os.path.expanduser(source))
 
@@ -105,4 +105,4 @@ def _read_file(path: Path) -> Iterator[Record]:
 
 def _suffixes() -> str:
     names = ", ".join(f".{name}" for name in registered("stillhouse.readers"))
-    return f"{names}, or of a text file with {' or '.join(COMPRESSED)} behind it"
+    return f"{names} (text files also with {' or '.join(COMPRESSED)} after that)"

@@ -30,14 +30,14 @@ _WITHOUT_INPUT = (
 
 
 class ForeignColumns(NamedTuple):
-    """words: a description for messages. convert: adds Stillhouse's columns to a record; raises RecordError."""
+    """Columns of another project: words for messages, and a function that adds Stillhouse's columns (RecordError)."""
 
     words: str
     convert: Callable[[Fields], Fields]
 
 
 def own_forms(fields: Fields, *, prompts: bool) -> list[tuple[str, ...]]:
-    """The record forms of Stillhouse whose columns a record has. prompts: only prompts are read."""
+    """The record forms of Stillhouse whose columns a record has. prompts: whether only prompts are read."""
     forms = (("messages",), ("prompt",)) if prompts else (("messages",), ("prompt", "completion"), ("text",))
     return [form for form in forms if set(form) <= set(fields)]
 
@@ -45,7 +45,7 @@ def own_forms(fields: Fields, *, prompts: bool) -> list[tuple[str, ...]]:
 def foreign_columns(fields: Fields, tokenizer: PreTrainedTokenizerBase, *, prompts: bool) -> ForeignColumns | None:
     """The conversion for a dataset, chosen by the fields of its first record; None if no conversion is known.
 
-    prompts: only prompts are read. Raises ValueError if the record has the columns of ShareGPT and of Alpaca.
+    prompts: whether only prompts are read. Raises ValueError if the record has the columns of ShareGPT and of Alpaca.
     """
     if own_forms(fields, prompts=prompts):
         return None
@@ -90,7 +90,7 @@ def _turn(number: int, turn: Any) -> Fields:
     if not isinstance(turn["value"], str):
         raise RecordError(f"'value' of {where} must be a string, got {value_in_words(turn['value'])}")
     role = ROLES[turn["from"]]
-    # keep these keys, for which the template raises an error
+    # these keys are kept, so that `require_targets` raises an error for them
     masks = {key: turn[key] for key in MASKS if turn.get(key) not in (None, 1)} if role == "assistant" else {}
     return {"role": role, "content": turn["value"], **masks}
 
@@ -103,11 +103,11 @@ def _system(fields: Fields) -> list[Fields]:
 def _from_alpaca(fields: Fields, *, as_chat: bool, prompts: bool) -> Fields:
     _require_absent(fields, "conversations", "messages", "prompt", "text")
     if fields.get("history"):
-        raise RecordError("'history' is not empty: expected conversations of several turns as 'messages'")
+        raise RecordError("'history' is not empty: expected a conversation of several turns in a column 'messages'")
     instruction = string_value(fields, "instruction")
     input_text = string_value({"input": fields.get("input") or ""}, "input", may_be_empty=True)
     output = fields.get("output")
-    # if only prompts are read, the output is not used, and only its type is checked
+    # if only prompts are read, the output is not used: it can be absent, but it must not be empty
     if not prompts or ("output" in fields and not (isinstance(output, str) and output)):
         output = string_value(fields, "output")
     system = _system(fields)
@@ -130,6 +130,6 @@ def _require_absent(fields: Fields, *columns: str) -> None:
     ours = [column for column in columns if fields.get(column) is not None]
     if ours:
         raise RecordError(
-            f"ambiguous columns: found {name_list(fields)}; expected no {name_list(ours)} beside the columns of the "
-            "first record"
+            f"ambiguous columns: found {name_list(fields)}; expected the columns of the first record, without "
+            f"{name_list(ours)}"
         )

@@ -1,6 +1,6 @@
 """Reads records of text files: JSON Lines, one JSON array, and CSV or TSV with a header line.
 
-No library reads JSON Lines here, because an error must name the record's line.
+This module splits JSON Lines itself, without a library, because an error must name the record's line.
 """
 
 import codecs
@@ -33,11 +33,11 @@ class Json(Reader):
             if start.lstrip().startswith(b"["):
                 yield from _read_array(path)
                 return
-        with open_bytes(path) as file:  # in bytes: only \n ends a line, and a wrong encoding affects one line
+        with open_bytes(path) as file:  # read bytes, so that only \n ends a line, and invalid UTF-8 affects one line
             for number, line in enumerate(_lines(file), start=1):
                 where = f"{path}:{number}"
                 if len(line) > MAX_BYTES:
-                    yield Record(where, problem=f"longer than {MAX_BYTES:,} bytes; expected shorter records")
+                    yield Record(where, problem=f"a line longer than {MAX_BYTES:,} bytes; expected shorter records")
                 elif line.strip():
                     yield _parse_line(where, line)
 
@@ -58,7 +58,7 @@ def _parse_line(where: str, line: bytes) -> Record:
         problem = f"not UTF-8 text: byte {error.start + 1} of the line is {line[error.start]:#04x}"
     except json.JSONDecodeError as error:
         problem = f"not valid JSON: {error.msg} at column {error.colno}; expected one object per line"
-    except (ValueError, RecursionError) as error:  # also for a number with thousands of digits, and deep nesting
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or deep nesting
         problem = f"not readable as JSON: {first_line(error)}"
     else:
         if isinstance(fields, dict):

@@ -1,7 +1,7 @@
 """Checks the messages and tools of a record with a conversation.
 
 The content of a message is a text, or a list of parts: `{"type": "text", "text": …}` and `{"type": "image", …}`. An
-image part without a value stands for the next image of the record's column of images (`images/columns.py`).
+image part without a value gets the next image of the record's column of images (`images/columns.py`).
 """
 
 import copy
@@ -23,9 +23,9 @@ MASKS = ("weight", "train", "loss")
 OTHER_ROLES = {"human": "user", "gpt": "assistant"}
 #: other names of the assistant. Only turns with the role assistant are targets, for all templates
 _ASSISTANTS = ("ai", "bot", "chatbot", "chatgpt", "model")
-#: the place of an image in a text
+#: marks the place of an image in a text
 MARK = "<image>"
-#: the keys of an image part of which one may have the value
+#: the keys for the value of an image part; a part can have only one of them
 _IMAGE_KEYS = ("image", "url", "path", "base64", "image_url")
 #: the maximum number of parts in the content of one message
 MAX_PARTS = 10_000
@@ -54,7 +54,7 @@ def _message(message: Any, name: str) -> Message:
             if len(parts := message[key]) > MAX_PARTS:
                 raise RecordError(f"{name} has {len(parts):,} parts: expected at most {MAX_PARTS:,}")
             message[key] = [_part(part, f"part {number} of {name}") for number, part in enumerate(parts, start=1)]
-            if not text_of(message).strip():  # some templates would not write this list as an empty text
+            if not text_of(message).strip():  # some templates write such a list differently from an empty text
                 message = with_joined_parts(message)
         elif not isinstance(message[key], str):
             expected = "a string" if key == "role" else "a string or a list of parts"
@@ -82,7 +82,7 @@ def _calls(message: Message) -> list[dict[str, Any]]:
 
 def _parsed(arguments: Any) -> Any:
     """The arguments of a call, as an object if they are JSON text (OpenAI's form). Null and an empty text, which some
-    programs write for a call without arguments, become an empty object, as models write it.
+    programs write for a call without arguments, become an empty object, which models write for such a call.
     """
     if isinstance(arguments, str):
         arguments = parsed_json(arguments) if arguments.strip() else None
@@ -92,7 +92,7 @@ def _parsed(arguments: Any) -> Any:
 
 
 def with_arguments(message: Message, *, as_text: bool) -> Message:
-    """The message with its calls' arguments as objects or as JSON text. Arguments that are text stay unchanged."""
+    """The message with its calls' arguments as objects; with `as_text`, as JSON text (given text stays unchanged)."""
     if not _calls(message):
         return message
     message = copy.deepcopy(message)
@@ -107,7 +107,7 @@ def with_arguments(message: Message, *, as_text: bool) -> Message:
 
 @lru_cache(maxsize=256)
 def _expected_role(role: str) -> str:
-    """The role that another project's name or a misspelling means; "" for every other role."""
+    """The correct name of a role that is misspelled or has another project's name; "" for every other role."""
     plain = role.strip().lower()
     expected = OTHER_ROLES.get(plain, "assistant" if plain in _ASSISTANTS else plain)
     if expected in ("system", "user", "assistant"):
@@ -123,7 +123,7 @@ def _part(part: Any, name: str) -> dict[str, Any]:
     kind = part.get("type")
     other = next((key for key in (_IMAGE_KEYS if kind == "text" else ("text",)) if part.get(key)), None)
     if other is not None and kind in ("text", "image", "image_url"):
-        raise RecordError(f"{name} has the type {kind!r} and '{other}': expected two parts")
+        raise RecordError(f"{name} has the type {kind!r} and the key '{other}': expected two parts")
     if kind == "text":
         if not isinstance(part.get("text"), str):
             raise RecordError(f"'text' of {name} must be a string, got {value_in_words(part.get('text'))}")
@@ -160,7 +160,7 @@ def with_text_appended(message: Message, text: str) -> Message:
 
 
 def with_parts(message: Message) -> Message:
-    """The message with its content as a list of parts. "" becomes one part: some templates read the first part."""
+    """The message with its content as a list of parts. Also "" becomes a part: some templates read the first part."""
     content = message.get("content")
     return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
@@ -174,14 +174,14 @@ def with_joined_parts(message: Message) -> Message:
 
 
 def require_targets(messages: list[Message], column: str) -> None:
-    """Raise RecordError for a turn with a weight in the loss that is not 1: such weights are not supported."""
+    """Raise RecordError for an assistant's turn whose weight in the loss is not 1, which is not supported."""
     for number, message in enumerate(messages, start=1):
         mask = next((key for key in MASKS if message.get(key, 1) != 1), None)
         if mask is not None and message["role"] == "assistant":
             raise RecordError(
                 f"'{mask}' of message {number} of '{column}' is {value_in_words(message[mask])}, but every turn of "
-                "the assistant is a target with the weight 1: expected 'prompt' and 'completion' as two lists of "
-                "messages, or records without such turns"
+                "the assistant is a target with the weight 1: expected lists of messages as 'prompt' (before the "
+                "first turn to train on) and 'completion', or records in which all turns have the weight 1"
             )
 
 
@@ -198,7 +198,7 @@ def tools_of(fields: dict[str, Any]) -> Tools:
                 f"'tools' is a string, but not JSON ({first_line(error)}), got {value_in_words(value)}"
             ) from error
     if tools is not None and not isinstance(tools, list):
-        raise RecordError(f"'tools' must be a list of objects, or the JSON of one, got {value_in_words(value)}")
+        raise RecordError(f"'tools' must be a list of objects, or such a list as JSON, got {value_in_words(value)}")
     for number, tool in enumerate(tools or [], start=1):
         if not isinstance(tool, dict):
             raise RecordError(f"tool {number} of 'tools' must be an object, got {value_in_words(tool)}")
@@ -218,8 +218,8 @@ def require_among(tools: list[dict[str, Any]], tools_in_run: Sequence[dict[str, 
         (names, _), (names_of_run, required_of_run) = _parameters({"function": function}), parameters[name]
         if not required_of_run <= names <= names_of_run:
             raise RecordError(
-                f"'tools' has {name!r} with {name_list(names)}: expected the parameters in rollout.tools, "
-                f"{name_list(names_of_run)}"
+                f"'tools' has {name!r} with the parameters {name_list(names)}: expected the parameters in "
+                f"rollout.tools, {name_list(names_of_run)}"
             )
     return tools
 

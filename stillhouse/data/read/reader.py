@@ -1,5 +1,5 @@
-"""Opens data files, and decompresses gzip (`.gz`) and Zstandard (`.zst`). Only regular files are opened: to open a
-named pipe means to wait until another process writes to it, and a device may never end.
+"""Opens data files, and decompresses gzip (`.gz`) and Zstandard (`.zst`). Only regular files are opened, because
+opening a named pipe waits until another process writes to it, and reading a device may never end.
 """
 
 import gzip
@@ -29,7 +29,7 @@ _KINDS = {
 
 
 class Reader(Protocol):
-    """Reads files with one suffix, such as jsonl: the name of its entry in the group `stillhouse.readers`."""
+    """Reads files with one suffix, such as jsonl: the name of the reader's entry point in `stillhouse.readers`."""
 
     capabilities: ClassVar[tuple[str, ...]] = ()
 
@@ -40,7 +40,7 @@ class Reader(Protocol):
 
 
 def require_regular(paths: list[Path]) -> list[Path]:
-    """The same paths. Raises ValueError unless all are regular files or links to regular files. Opens no file."""
+    """Return the paths. Raises ValueError unless all are regular files or links to regular files. Opens no file."""
     for path in paths:
         if (kind := kind_of(path)) is not None:
             raise ValueError(f"{path} is {kind}: expected a regular file")
@@ -90,5 +90,5 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
                 yield buffered
     except (EOFError, OSError, zlib.error) as error:
         raise ValueError(
-            f"{path}: the {what} data are damaged or cut off ({error}); expected the complete file, copy it again"
+            f"{path}: the {what} data are damaged or cut off ({error}): copy the complete file again"
         ) from error

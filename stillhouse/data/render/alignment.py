@@ -5,7 +5,7 @@ A document is stored as the student's ids, so its text is recovered from their b
 tokenizes the same text. Special tokens are not part of the text. They are translated one by one:
 
     the student's tokens before a text     the teacher's tokens before a text
-    EOS or BOS                             the teacher's token of the same role; if it has none, as in the next line
+    EOS or BOS                             the teacher's EOS or BOS; without it, as for another special token
     another special token                  the teacher's special token of the same name, else the name as text
 
 If the student's tokenizer puts no token before a text, every document counts as the beginning of a text. If a long
@@ -45,10 +45,10 @@ class AlignedSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class AlignedDocument:
-    """The teacher's tokens of a document, and the spans in ascending order. Every span has tokens of both sides.
+    """The teacher's tokens of a document, and the spans in ascending order. Every span has tokens of the student and
+    of the teacher. A token without a counterpart is in no span.
 
-    A token without a counterpart is in no span.
-    begins: the positions of the first student tokens of the texts to which the student's tokenizer adds a space.
+    begins: the positions of student tokens that begin a text before which the student's tokenizer puts a space.
     """
 
     teacher_tokens: np.ndarray
@@ -62,7 +62,7 @@ class _Draft:
 
     begins: whether the document begins at the beginning of a text, and not in the middle of it.
     parts: for each part, the positions of the student tokens, and the part's text or the teacher's ids for it.
-    behind_space: the positions of the student tokens before which the student's tokenizer puts a space.
+    behind_space: see `AlignedDocument.begins`.
     """
 
     begins: bool
@@ -91,7 +91,7 @@ class Aligner:
     student_of: the inverse of `teacher_of`; each id has at most one counterpart.
     first_of: for each id of the teacher, the student's token with the same bytes. If the student has no such token,
         these bytes are tokenized with the student's tokenizer as the middle of a text, and `first_of` is the first
-        token of the result. It is -1 if this is impossible.
+        token of the result; or -1 if the bytes cannot be tokenized exactly.
     first_of_text: like `first_of`, for bytes at the beginning of a text, where the student's tokenizer adds a space.
 
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
@@ -135,7 +135,8 @@ class Aligner:
 
     def _with_first(self, first_of: np.ndarray, indices: Collection[int], *, inner: bool) -> np.ndarray:
         """Set `first_of` for the teacher's ids in `indices` whose tokens consist of whole characters: the student's
-        tokenizer tokenizes their text, and the value is the first token of the result, or -1. Returns `first_of`.
+        tokenizer tokenizes the token's text. The value is the first token of the result, or -1 if the result has
+        other bytes. Returns `first_of`.
         """
         texts = {}
         for index in indices:
@@ -224,7 +225,7 @@ class Aligner:
                 at = next((n for n, pair in enumerate(zip(content, expected, strict=False)) if pair[0] != pair[1]), 0)
                 shown = expected[max(0, at - 10) : at + 20].decode(errors="replace")
                 raise ValueError(
-                    f"the teacher's tokenizer changes its text near {shown!r}: expected one that keeps the text"
+                    f"the teacher's tokenizer changes the text near {shown!r}: expected one that keeps every text"
                 )
             ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64) + part.first
             borders = np.intersect1d(np.append(0, part.ends), np.append(part.first, ends))
@@ -237,7 +238,7 @@ class Aligner:
 
 
 def _as_text(pieces: list[bytes], *, may_begin: bool, may_end: bool) -> _Text:
-    """may_begin, may_end: whether the text may begin or end within a character."""
+    """The text of tokens with these bytes. may_begin, may_end: whether it may begin or end within a character."""
     content = b"".join(pieces)
     first = 0
     while may_begin and first < min(_MAX_CONTINUATION_BYTES, len(content)) and content[first] & 0xC0 == 0x80:
@@ -245,13 +246,14 @@ def _as_text(pieces: list[bytes], *, may_begin: bool, may_end: bool) -> _Text:
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(content[first:], not may_end)
     except UnicodeDecodeError as error:
-        raise ValueError(f"its tokens are not text: {error}") from error
+        raise ValueError(f"the student's tokens are not UTF-8 text: {error}") from error
     return _Text(text, np.cumsum([len(piece) for piece in pieces], dtype=np.int64), first)
 
 
 def _cuts(ends: np.ndarray, borders: np.ndarray, first: int = 0) -> list[int]:
     """For each border, the number of tokens before it. A token without bytes at a border counts as after the border,
-    except at the last border. ends: for each token, the bytes up to its end. first: the bytes before all tokens.
+    except at the last border. ends: for each token, the number of bytes up to its end. first: the number of bytes
+    before the first token.
     """
     before = np.where(borders <= first, 0, np.searchsorted(ends, borders) + 1)
     before[borders == (ends[-1] if len(ends) else first)] = len(ends)

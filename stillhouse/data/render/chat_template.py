@@ -46,23 +46,23 @@ from stillhouse.data.render.tokenizers import encode, is_rendered
 from stillhouse.data.render.written_texts import Lost, is_refused
 from stillhouse.display import name_list
 
-#: the roles that the error for another role suggests, if the template writes them
+#: if the template does not write a role, the error suggests those of these roles that the template writes
 ROLES = ("system", "developer", "user", "assistant", "tool")
 #: limits of processor time and memory for rendering one conversation
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30
 
 
 class ChatTemplate(Template):
-    """Conversations, rendered by the tokenizer's chat template, which writes all special tokens itself.
+    """Turns conversations into tokens. The tokenizer's chat template renders them, with all special tokens.
 
     The template's own `{% generation %}` blocks mark the assistant's characters. Without such blocks, `Turns` finds
     these characters. In records with prompt and completion, only the assistant's turns in the completion are targets.
-    A prefix is a system turn. Without targets, the assistant's turns at the end of the conversation are dropped, and
-    the generation prompt follows.
+    A teacher's prefix becomes a system turn. If `targets` is "none", the assistant's turns at the end of the
+    conversation are replaced by the generation prompt.
 
-    processor: the processor of a model that reads media. The tokenizer then adds its special tokens to a text that
-    the template does not begin with a BOS, as transformers does. If the template only writes contents that are lists
-    of parts, all contents become such lists.
+    processor: the processor of a model that reads media, else None. With a processor, the tokenizer adds its special
+    tokens to a rendered text that does not begin with a BOS, as in transformers; and if the template only writes
+    contents that are lists of parts, all contents become such lists.
     tools: the tools of the run. A record's own tools must be among them.
     end_ids: the end-of-sequence ids of the student (see `Turns`).
     """
@@ -80,15 +80,15 @@ class ChatTemplate(Template):
     ):
         if not tokenizer.chat_template:
             raise ValueError(
-                f"the data holds messages, but the tokenizer {tokenizer.name_or_path!r} has no chat "
+                f"the data has messages, but the tokenizer {tokenizer.name_or_path!r} has no chat "
                 "template; give 'text' or 'prompt' and 'completion' as strings, or set data.chat_template"
             )
         if not tokenizer.is_fast:
-            raise ValueError(f"chats need a fast tokenizer (character offsets), got {type(tokenizer).__name__}")
+            raise ValueError(f"messages need a fast tokenizer (character offsets), got {type(tokenizer).__name__}")
         tokenizer.get_chat_template()  # raises if there are several templates and no default
         self.tokenizer, self.columns, self.targets, self.processor = tokenizer, columns, targets, processor
         self.tools = tools
-        #: for `warnings`: the first prompt; the first conversation with tools, and the number of its first target
+        #: for `warnings`: the first prompt; the first conversation with tools, and the index of its first target
         self._prompt_example: tuple[list[Message], Tools] | None = None
         self._tools_example: tuple[list[Message], Tools, int] | None = None
         # A method of this object would make a reference cycle, and so keep this object and its process alive.
@@ -153,7 +153,7 @@ class ChatTemplate(Template):
             if self._text_or_none(messages, tools, first) == self._text_or_none(messages, None, first):
                 lines.append(
                     f"the chat template of {name!r} does not write the descriptions of tools: the model does not see "
-                    "them; expected a template that does (data.chat_template), or descriptions in the messages"
+                    "them; expected a template that writes them (data.chat_template), or descriptions in the messages"
                 )
         if self._prompt_example is not None:
             messages, tools = self._prompt_example
@@ -163,7 +163,7 @@ class ChatTemplate(Template):
             heading = ""  # the text before the assistant's content if the template has no generation prompt
             if prompt is not None and prompt == bare and answered is not None and answered.startswith(prompt):
                 heading = answered.removeprefix(prompt).partition(ANCHOR)[0] if ANCHOR in answered else ""
-            if heading.strip():  # white space needs no generation prompt
+            if heading.strip():  # without a generation prompt, a heading of white space is harmless
                 lines.append(
                     f"the chat template of {name!r} writes no generation prompt (add_generation_prompt changes "
                     f"nothing): a prompt does not end with {heading!r}, with which the template begins a turn of the "
@@ -181,16 +181,16 @@ class ChatTemplate(Template):
 
     def render_prefix(self, text: str) -> str:
         rendered, lost = self._rendered([{"role": "system", "content": text}], None, None)
-        if lost:  # some templates write the system turn into the user's turn, and drop it without a user's turn
+        if lost:  # some templates write the system turn into the user's turn, and drop it if there is no user's turn
             raise RecordError(
-                f"the chat template writes a system turn with this text alone as {shorten(rendered.body, 80)!r}, "
-                "without the text: expected a template that writes it (data.chat_template), or records with strings"
+                f"the chat template writes a single system turn as {shorten(rendered.body, 80)!r}, without its text: "
+                "expected a template that writes the text (data.chat_template), or records with strings, not messages"
             )
         return rendered.body
 
     def text(self, messages: list[Message], tools: Tools, *, prompt: bool) -> str:
-        """prompt: whether the generation prompt follows; this needs targets="none". Raises RecordError if the
-        template refuses the messages.
+        """The messages as text. prompt: whether the generation prompt follows, which requires `targets` to be "none".
+        Raises RecordError if the template refuses the messages.
         """
         assert not prompt or self.targets == "none"
         return self._rendered(messages, tools, 0 if prompt else None)[0].body
@@ -198,7 +198,7 @@ class ChatTemplate(Template):
     @cached_property
     def _joins_arguments(self) -> bool:
         """Whether the template needs the arguments of calls as JSON text, because it joins them with other texts
-        (DeepSeek-V3) or writes an object as Python does.
+        (DeepSeek-V3) or would write an object as Python does.
         """
         arguments, texts = {"a": ANCHOR}, []
         function = {"name": "f", "description": "a", "parameters": {"type": "object", "properties": {}}}
@@ -231,8 +231,7 @@ class ChatTemplate(Template):
 
     def _answer(self, messages: list[Message], tools: Tools, first: int | None) -> Any:
         """Return the result of `Conversations.answer`; the text is "" if the template refuses the messages. A value
-        of a type that JSON lacks becomes the text that transformers gives to a chat template. Such dict keys raise
-        TypeError.
+        of a type that JSON lacks becomes the name of its type. A dict key of such a type raises TypeError.
         """
         request = json.dumps([messages, tools, first], default=lambda value: f"<{type(value).__name__}>")
         return json.loads(self.isolated(request.encode()))
@@ -274,9 +273,9 @@ class ChatTemplate(Template):
         if written and role not in written:
             raise RecordError(
                 f"the chat template of {name!r} does not write {place}, whose role is {role!r}: expected a role that "
-                f"it writes there ({name_list(written)}), or a template that writes this one (data.chat_template)"
+                f"it writes there ({name_list(written)}), or a template that writes this role (data.chat_template)"
             )
-        beside = " beside its calls" if has_calls and "call" not in loss.what else ""
+        beside = " together with its calls" if has_calls and "call" not in loss.what else ""
         raise RecordError(
             f"the chat template of {name!r} does not write {place}{beside}: expected a template that writes it "
             "(data.chat_template), or records without it"
@@ -300,7 +299,7 @@ def _with_targets(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) 
 
 
 def _without_media(messages: list[Message]) -> tuple[list[Message], tuple[MediaFile, ...]]:
-    """The messages without the values of their parts with media, as chat templates read them; and these values."""
+    """The messages without the values of parts with media, which chat templates do not read; and these values."""
     media: list[MediaFile] = []
     bare = list(messages)
     for number, message in enumerate(messages):

@@ -34,8 +34,8 @@ _Answer = tuple[str, list[Span], str, list[Lost]]
 
 @lru_cache(maxsize=8)
 def undated(template: str) -> str:
-    """Replace today's date in the template by `DATE`. Otherwise the documents would change every day: a run could not
-    be resumed, and a signal cache would not contain its documents.
+    """Replace today's date in the template by `DATE`. With today's date, the documents would change every day: a run
+    could not be resumed, and a signal cache would not contain its documents.
     """
     return _ASKS_FOR_THE_DATE.sub(lambda match: repr(DATE.strftime(match["form"])), template)
 
@@ -44,18 +44,19 @@ def undated(template: str) -> str:
 class Turns:
     """Finds the assistant's turns in one conversation that a chat template rendered without marking them.
 
-    text: renders messages. If its argument `prompt` is true, the generation prompt follows the messages.
+    text: a function that renders messages. If its second argument is true, the generation prompt follows.
     body: the whole conversation as text.
     special: the tokenizer's added tokens. ends: the added tokens that are end-of-sequence tokens of the model.
 
     With most templates, the text of the first n messages (and the generation prompt after them) is a prefix of the
-    text of the whole conversation. The length of this prefix is then the edge of a turn.
+    text of the whole conversation. The length of this prefix is then the position of an edge: the beginning or the
+    end of a turn.
 
     Templates of reasoning models drop the thoughts of all turns except the last turn. For these templates, an anchor
     (a unique text) is appended to the content of message n. Then the first n messages and the whole conversation are
-    rendered, and the two texts after the anchor are compared: the text from the first n messages must be a prefix of
-    the text from the whole conversation. Without the anchor, the two renderings must still end with these texts. So
-    the conversation is never searched for an edge, and no text of a user can be mistaken for an edge.
+    rendered. In the first rendering, the text after the anchor must be a prefix of the text after the anchor in the
+    second rendering. The renderings without the anchor must end with these two texts. So the conversation is never
+    searched for an edge, and no text of a user can be mistaken for an edge.
 
     Some templates end a turn with nothing but the header of the next turn (GLM: `<|user|>`, `<|observation|>`). If
     this header begins with an end-of-sequence token of the model, the token belongs to the turn that it ends.
@@ -99,8 +100,8 @@ class Turns:
             raise ValueError(
                 "the conversation begins with a turn of the assistant: a chat template writes no generation prompt "
                 "without a message before it, so the tokens that the assistant generates cannot be identified; "
-                "expected a turn of the user or system first, this turn in 'prompt' and the turns to learn in "
-                "'completion' (lists of messages), or a chat template with {% generation %} blocks"
+                "expected a turn of the user or system at the beginning; or lists of messages, with this turn in "
+                "'prompt' and the turns to learn in 'completion'; or a chat template with {% generation %} blocks"
             )
         if count == len(self.messages) and not prompt:
             return len(self.body)
@@ -126,15 +127,16 @@ class Turns:
                 turn = with_text_appended(following | {"content": empty}, ANCHOR)
                 common = (self._behind([*anchored, turn, *behind]) or "").partition(ANCHOR)[0]
             elif count + prompt < len(self.messages) and not self.messages[count - 1].get("tool_calls"):
-                # the token after the content must end the turn; it is the last token in `shortened`
+                # the added token directly after the content must end the turn in both renderings
                 common = token_at(shortened, self.special)
             if not (common and shortened.startswith(common) and complete.startswith(common)):
                 raise self._error(count, prompt)
         return len(self.body) - len(complete) + len(common)
 
     def closing_header(self) -> str:
-        """The end-of-sequence token with which the template would begin a turn after the last message, a message of
-        the assistant. It is "" if the turn has an end marker, or if the next turn does not begin with such a token.
+        """The end-of-sequence token with which the template would begin a turn after the last message, which must be
+        the assistant's. The result is "" if the assistant's turn has an end marker, or if the next turn would not
+        begin with an end-of-sequence token.
         """
         if not self.ends or self.body.rstrip().endswith(self.ends):
             return ""
@@ -147,7 +149,7 @@ class Turns:
         try:
             behind, longer = self._behind(anchored), self._behind([*anchored, following])
         except ValueError:
-            return ""  # the template refuses a turn after this turn
+            return ""  # the template refuses a turn after the last message
         if behind is None or longer is None or not longer.startswith(behind):
             return ""
         return token_at(longer, self.ends, len(behind))
@@ -173,7 +175,7 @@ class Turns:
                 "(data.chat_template; for a template that reads enable_thinking, a copy whose first line is {%- set "
                 "enable_thinking = false %}, or true); or a template with {% generation %} blocks"
             )
-        only = "" if is_last else "give only the last turn, as 'prompt' and 'completion' (lists of messages), or "
+        only = "" if is_last else "put only the last turn into 'completion', the others into 'prompt', or "
         return ValueError(
             f"{what} renders the first {count} messages{' and the generation prompt' if prompt else ''} by "
             "themselves differently from the same messages within the whole conversation (reasoning templates "
@@ -198,10 +200,10 @@ class Conversations:
         self, messages: list[Message], tools: Tools, first: int | None
     ) -> tuple[str, list[Span], str, list[Lost], str, bool]:
         """Return the text, its target ranges from message `first` on, the token that ends the assistant's last turn
-        (see `Rendered.end`), the texts of the messages that the template left out, the error ("" if there is none),
-        and whether it is an error of the template's syntax. Such an error continues the words "a chat template that".
+        (see `Rendered.end`), the lost texts, the error ("" if there is none), and whether the error is a syntax error
+        of the template, which has the form of `TemplateSyntaxError.problem`.
 
-        first: None if the messages are the beginning of a longer conversation, without targets and generation prompt.
+        first: None renders the messages without targets and without a generation prompt.
         """
         try:
             answer = self._in_a_form(messages, tools, first)
@@ -218,7 +220,7 @@ class Conversations:
 
     def _in_a_form(self, messages: list[Message], tools: Tools, first: int | None) -> _Answer:
         """Render the conversation in the first of three forms in which the template writes all texts: with unchanged
-        contents, with all contents as strings (parts joined, "" for a call without content), or with all as parts.
+        contents, with all contents as strings (parts joined, "" for a call without content), or all as parts.
         """
         strings = [with_joined_parts(message) for message in messages]
         parts = [with_parts(message) for message in strings]
@@ -228,14 +230,14 @@ class Conversations:
             try:
                 answer = self._with_losses(form, tools, first)
             except ValueError as error:
-                # whether the template's code fails for this form, and does not raise the error on purpose
+                # whether the code of the template fails for this form, and does not raise the error on purpose
                 concerns_form = str(error).startswith(_REFUSED) and type(error.__cause__) is not TemplateError
                 problems.append((concerns_form, error))
                 continue
             if not any(map(is_refused, answer[-1])):
                 return answer
             if form is parts:
-                parts_answer = answer  # the lost texts of another form are reported for the record
+                parts_answer = answer  # its lost texts are reported only if there is no answer for another form
             else:
                 answers.append(answer)
 
@@ -255,7 +257,7 @@ class Conversations:
         try:
             body, spans = self._with_spans(messages, tools, first)
         except ValueError:
-            # Often, the place of a turn without its text cannot be identified. Then the lost text is the cause.
+            # A turn can often not be identified because its text is lost. Then the lost text is reported.
             body = self._text(tools, messages)
             if any(map(is_refused, texts := lost(body=body))):
                 return body, [], "", texts
@@ -263,9 +265,9 @@ class Conversations:
         return body, spans, self._end(messages, tools, body, spans) if spans else "", lost(body=body)
 
     def _end(self, messages: list[Message], tools: Tools, body: str, spans: list[Span]) -> str:
-        """The special token that ends the assistant's last turn if no message follows. In the middle of a
-        conversation, some templates end a turn with a token at which generation does not stop (`<|end|>` of gpt-oss).
-        The result is "" if the template refuses the messages up to this turn.
+        """The special token that ends the assistant's last turn when it is the last turn of a conversation. If other
+        turns follow, some templates end this turn with a token at which generation does not stop (`<|end|>` of
+        gpt-oss). The result is "" if the template refuses the messages up to this turn.
         """
         turn, count = body[slice(*spans[-1])], len(messages)
         while count and messages[count - 1]["role"] != "assistant":
@@ -298,7 +300,7 @@ class Conversations:
         has_marks = "endgeneration" in source
         if self.targets != "all" and has_marks:
             # `apply_chat_template(return_assistant_tokens_mask=True)` cannot be used. It looks up single characters,
-            # and stops if the tokenizer's offsets skip a leading space, so that the rest would have no targets.
+            # and stops if the tokenizer's offsets skip a leading space, so that later tokens would be no targets.
             with reading(_REFUSED):
                 (body, *_), (spans, *_) = render_jinja_template(
                     conversations=[messages],

@@ -27,7 +27,7 @@ class LimitError(ValueError):
 
 
 class Isolated:
-    """Calls `function` in a separate process. A call starts the process if it does not run.
+    """Calls `function` in a separate process. A call starts the process if it is not running.
 
     seconds: the limit of processor time for one call; it does not depend on the machine's load. A call also ends if
         no answer comes for a multiple of this time, because a stopped process uses no processor time.
@@ -65,9 +65,9 @@ class Isolated:
                 limit = f"the limit is {self.memory_bytes / 2**30:g} GiB of memory"
                 raise LimitError(f"its process ended with {how} ({limit})") from None
             finally:
-                if not is_idle:  # also after an interrupt: the next call must not get this answer
+                if not is_idle:  # also after an interrupt, because the next call must not get this answer
                     end()
-            if self._process is not None:  # another thread has started it
+            if self._process is not None:  # another thread has started another process
                 self._process[1]()
             self._process = messages, end
             return answer
@@ -106,9 +106,9 @@ def _serve(
         signal.set_wakeup_fd(-1)  # otherwise a signal to the process group would reach the parent twice
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it; the child ends with the parent
-        # Close all other files. If another thread was starting a program at the fork, it waits until the pipe of this
-        # start is closed in all processes. Otherwise it would wait until this child ends.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl+C; the child ends with the parent
+        # Close all other files. One of them can be the pipe of a program that another thread was starting at the
+        # fork. That thread waits until all processes have closed the pipe, so it would wait until this child ends.
         os.closerange(3, connection.fileno())
         os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         limit_memory(memory_bytes)

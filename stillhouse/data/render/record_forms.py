@@ -31,8 +31,8 @@ def template_for(
     tools: Tools = None,
     end_ids: Collection[int] = (),
 ) -> Template:
-    """The template for a dataset whose first record has these columns. processor, end_ids: the student's processor of
-    media, and its end-of-sequence ids. tools: the tools of the run; only conversations can have tools.
+    """The template for a dataset whose first record has these columns. processor: the student's processor of media.
+    end_ids: the student's end-of-sequence ids. tools: the tools of the run; only conversations can have tools.
 
     Raises ValueError if the columns match none or several of the forms, or if the tokenizer lacks something that the
     form needs: an end-of-sequence token, a chat template, or character offsets.
@@ -46,15 +46,15 @@ def template_for(
             raise ValueError(f"{kind}; expected only one of {EXPECTED_COLUMNS}")
         if "prompt" in fields:
             raise ValueError(
-                f"prompts without completions: found {name_list(fields)}; expected a column 'completion'; only "
-                "eval.prompts.data, and data.train of a run whose student writes all completions (section rollout, "
-                "with share=1), need no completions"
+                f"prompts without completions: found {name_list(fields)}; expected a column 'completion'; prompts "
+                "alone are enough only for eval.prompts.data, and for data.train of a run whose student writes all "
+                "completions (section rollout with share=1)"
             )
-        expected = f"expected {EXPECTED_COLUMNS} (or ShareGPT's or Alpaca's)"
-        raise ValueError(f"{kind}; {expected}; there is no key that renames columns")
+        expected = f"expected {EXPECTED_COLUMNS} (or the columns of ShareGPT or Alpaca)"
+        raise ValueError(f"{kind}; {expected}; rename the columns in the data, because no key renames them")
     columns = forms[0]
     if columns == ("prompt",) and "completion" in fields:
-        # The content key is a hash of these columns. It must not depend on whether only the prompt is read.
+        # `Documents.keys_D` are hashes of these columns. They must be the same if only prompts are read.
         columns = ("prompt", "completion")
     if _has_messages(columns, fields):
         return ChatTemplate(tokenizer, columns, targets, processor, tools, end_ids)
@@ -64,7 +64,7 @@ def template_for(
 
 
 def are_conversations(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template writes a dataset's prompts. fields: the fields of the first usable record."""
+    """Whether a dataset's prompts are rendered by the chat template. fields: those of the first usable record."""
     foreign = foreign_columns(dict(fields), tokenizer, prompts=True)
     native = dict(fields) if foreign is None else foreign.convert(dict(fields))
     return _has_messages(own_forms(native, prompts=True)[0], native)

@@ -6,7 +6,7 @@ from the document.
 A teacher may have another processor of images than the student, or none. The text is rendered by the student's chat
 template. In it, the placeholders of the student's processor are replaced by the placeholders of the teacher's
 processor, which then tokenizes the text. So the teacher gets the image tokens that it was trained on, and all other
-tokens are the student's. This is proven for each document by token ids.
+tokens must be the student's, which is checked for each document.
 """
 
 import json
@@ -34,11 +34,12 @@ from stillhouse.data.render.templates import BosFrom, Encoded, Span, Template
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.data.substitutions import Substitution
 
-_EXPECTED = "expected a text in which {column} stands for a record's value, and {{ and }} for braces"
+_EXPECTED = "expected a text with {column} for the value of a record's column, and with {{ and }} for braces"
 
 
 class PrefixTemplate:
-    """template: a text in which `{column}` stands for a record's value; `{{` and `}}` are literal braces.
+    """Makes a teacher's prefixes. template: a text with `{column}` in the place of a record's value; `{{` and `}}`
+    are literal braces.
 
     Raises ValueError for all other features of Python's format strings, so that no template accesses attributes of a
     value.
@@ -81,8 +82,8 @@ class PrefixTemplate:
     def encode(
         self, texts: list[str], documents: list[Encoded], tokenizer: PreTrainedTokenizerBase, bos_from: BosFrom
     ) -> list[Substitution]:
-        """Tokenize the rendered prefixes of these documents. A prefix replaces an empty span before the document.
-        bos_from: see `Template`. Raises RecordError as `tokenize` does.
+        """Tokenize the rendered prefixes of these documents. A prefix replaces an empty span at the beginning of its
+        document or after the BOS. bos_from: see `Template`. Raises RecordError as `tokenize` does.
         """
         bos = tokenizer.bos_token_id
         try:
@@ -117,8 +118,8 @@ class TeacherMedia:
 
     @cached_property
     def is_shared(self) -> bool:
-        """Whether the teacher's processor makes the same tokens and pixels as the student's processor. This is so if
-        both have the same settings and make the same tensors from random pictures. Loads both processors.
+        """Whether the teacher's processor makes the same tokens and pixels as the student's processor: it has the
+        same settings, and makes the same tensors from random pictures. The first access loads both processors.
         """
         if self.processor is None:
             return False
@@ -142,13 +143,13 @@ class TeacherMedia:
         special: whether the tokenizer adds special tokens.
 
         Raises RecordError if the teacher's processor refuses an image, or if the other tokens differ from the
-        student's. A teacher without a processor raises RecordError if the document names it, else ProcessorError.
+        student's. If the teacher has no processor, raises RecordError for a routed teacher, else ProcessorError.
         """
         if self.processor is None:
             kind = RecordError if self.is_routed else ProcessorError
             raise kind(
-                f"it has images, and the teacher that reads it has no processor of images ({self.section}.model): "
-                "expected a vision-language teacher, or teachers.route with this teacher for documents without images"
+                f"the record has images, and its teacher has no processor of images ({self.section}.model): expected "
+                "a vision-language teacher, or a column teachers.route that names it only for records without images"
             )
         if self.is_shared:
             return []
@@ -161,7 +162,7 @@ class TeacherMedia:
         if problem:
             raise RecordError(
                 f"the processor of {self.section}.model does not make the student's text tokens: {problem}: "
-                "expected a teacher with the student's tokenizer, which adds the same special tokens"
+                "expected a teacher with the student's tokenizer and the same special tokens around a text"
             )
         return [
             Substitution(start, stop, ids[begin:end])

@@ -40,7 +40,7 @@ class Encoded:
     """A tokenized record.
 
     ids: token ids, [n] int32.
-    targets: which tokens are targets, [n] bool. The first token is never a target, and no token of media.
+    targets: which tokens are targets, [n] bool. The first token and the tokens of media are never targets.
     joined_turns: the number of turns whose first token also contains characters of the prompt.
     media: the files in the order of their tokens. media_spans: the tokens of each file.
     """
@@ -53,7 +53,7 @@ class Encoded:
 
     @classmethod
     def from_completion(cls, prompt: list[int], completion: list[int], *, is_whole_target: bool = False) -> "Encoded":
-        """A document whose targets are the completion's tokens, or all tokens except the first."""
+        """A document whose targets are the completion's tokens; if `is_whole_target`, all tokens except the first."""
         targets = np.full(len(prompt) + len(completion), is_whole_target)
         targets[len(prompt) :] = True
         targets[:1] = False
@@ -76,10 +76,11 @@ class Encoded:
 class Rendered:
     """A record as text. `prompt` and `body` are tokenized separately. spans: the target characters of a conversation.
 
-    encoded: the record's tokens if it has media: they are made early, so that errors of a file name the record.
+    encoded: the record's tokens if it has media, else None. Such records are tokenized when they are rendered, so
+        that the error of a file names the record.
     end: the special token with which the chat template ends the assistant's last turn; "" if there is none.
-    lost: for each kind of text (`written_texts.py`), the name of the first text that the template loses, such as
-        "'reasoning_content' of message 2 of 'messages'".
+    lost: for each kind of lost text (`written_texts.py`), the name of the first one, such as "'reasoning_content' of
+        message 2 of 'messages'".
     """
 
     body: str
@@ -94,7 +95,7 @@ class Template(Protocol):
     """Turns records of one form into tokens.
 
     columns: the columns that a record must have. extras: optional columns, which also belong to the record's content.
-    splits: whether a long record is split into pieces; otherwise it is truncated.
+    splits: whether a record with too many tokens is split into pieces; if not, it is truncated.
     bos_from: who adds the BOS at the beginning of a document.
     adds_special: whether the tokenizer adds its special tokens to the text that a chat template has rendered.
     """
@@ -112,7 +113,7 @@ class Template(Protocol):
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]: ...
 
     def render_prefix(self, text: str) -> str:
-        """The text of a prefix, which is tokenized with add_special_tokens=False. Raises RecordError."""
+        """A prefix as text, to be tokenized without special tokens. Raises RecordError if the template drops it."""
         return text
 
     def warnings(self) -> list[str]:

@@ -3,7 +3,7 @@
 Two kinds of tokenizers have exact bytes for every token. Byte-level tokenizers (GPT-2, Llama 3, Qwen) represent the
 256 byte values by 256 characters. SentencePiece tokenizers (Llama 2, Gemma) represent a space as "▁", and some put a
 space before a text. Other tokenizers, such as WordPiece, lose white space, so that their tokens have no exact bytes.
-They are refused.
+For these tokenizers, `TokenBytes` raises ValueError.
 """
 
 import json
@@ -28,7 +28,7 @@ _NO_ADDED_SPACE: dict[str, dict[str, Any]] = {
 
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = sorted({*range(256)} - {*_VISIBLE})
-#: GPT-2's characters for the 256 bytes: a visible byte is its own character; the others have characters from 256 on
+#: GPT-2's characters for the 256 bytes: a visible byte is its own character; other bytes have characters from 256 on
 BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
 
 
@@ -36,9 +36,9 @@ class TokenBytes:
     """A tokenizer as a translation between ids and bytes.
 
     special: the content of each special token, by id.
-    bytes_of: the bytes of each other token, by id.
-    id_of: the id of the token with given bytes. Of several tokens with equal bytes, it is the first token, if
-        possible one that is not a byte-fallback token such as <0x41>.
+    bytes_of: the bytes of each token that is not special, by id.
+    id_of: the id of a token, by its bytes. If several tokens have equal bytes, it is the lowest id, if possible of a
+        token that is not a byte-fallback token such as <0x41>.
     bos, eos, unknown: the ids of these special tokens, or None.
     prefix: the ids that the tokenizer puts before every text.
 
@@ -48,7 +48,7 @@ class TokenBytes:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.name = name = tokenizer.name_or_path
         if not tokenizer.is_fast:
-            raise ValueError(f"the tokenizer {name!r} has no exact bytes of its tokens: expected a fast tokenizer")
+            raise ValueError(f"the bytes of the tokens of {name!r} are not known: expected a fast tokenizer")
         decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"]
         parts = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         self._is_byte_level = any(part["type"] == "ByteLevel" for part in parts)
@@ -119,14 +119,14 @@ class TokenBytes:
             return [encoding.ids for encoding in backend.encode_batch(list(texts), add_special_tokens=False)]
 
     def adds_space(self, special: int | None) -> bool:
-        """Whether the tokenizer adds a space to a text after this special token, or (None) at the beginning."""
+        """Whether the tokenizer puts a space before a text that follows this special token, or nothing (None)."""
         return self._adds_space if special is None else self._adds_space_after[special]
 
     def has_added_space(self, content: bytes) -> bool:
         """Whether the first byte of a text is a space that the tokenizer has added.
 
-        Some tokenizers add no space if the text begins with a space. Then the ids are the same whether the text has
-        the space or not, and the text is assumed to have no space.
+        Some tokenizers add no space if the text begins with a space. So " a" and "a" have the same ids, for which the
+        text is assumed to be "a".
         """
         return content.startswith(b" ") and (self._adds_second_space or not content.startswith(b"  "))
 
@@ -134,7 +134,7 @@ class TokenBytes:
         """The bytes of each token. Raises ValueError for an id without bytes."""
         missing = next((index for index in ids if index not in self.bytes_of), None)
         if missing is not None:
-            raise ValueError(f"token id {missing} ({self.special.get(missing, 'unknown')!r}) stands for no text")
+            raise ValueError(f"token id {missing} ({self.special.get(missing, 'unknown')!r}) represents no text")
         return [self.bytes_of[index] for index in ids]
 
     def _content(self, token: str) -> bytes:

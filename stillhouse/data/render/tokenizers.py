@@ -30,19 +30,19 @@ from stillhouse.libraries import reading, writing
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 #: the parts of a tokenizer's identity, and their names in errors. pieces: the merges of a byte-pair model, [piece,
-#: score] of a unigram model, else empty. settings: normalizer, pre-tokenizer and the model's switches
+#: score] of a unigram model, else empty. settings: normalizer, pre-tokenizer and the model's options
 _PARTS = {"vocabulary": "id", "added": "added token", "pieces": "merge or score number", "settings": "the"}
 _NO_SETTING = ("vocab", "merges", "dropout")
 #: the names of files that may contain a tokenizer's vocabulary
 _OF_TOKENIZER = re.compile(r"(?i)token|vocab|merges|spiece|sentencepiece|.*\.(model|tiktoken|spm)$")
 TOKENIZER_FILE = "tokenizer.json"
-#: the texts on which a tokenizer is compared with its file; the first word is short
+#: the texts for comparing a tokenizer with its file. The first word is short, because three tokens are not compared
 PROBES = ("A still: two  spaces,\na line\n\nbreak and\ttabs.", "f (x) =\n    x + 1024", "Я и мир. 你好 سلام é 🙂")
 #: the largest id that a token may have; the largest known vocabularies have about a million tokens
 MAX_IDS = 10_000_000
 #: a character for which a tokenizer has no token unless it has tokens for all bytes or an unknown token
 _RARE = "\U000f1234"
-#: the characters that stand for bytes in byte-level tokenizers
+#: the characters that represent bytes in byte-level tokenizers
 _BYTES = frozenset(ByteLevel.alphabet())
 
 
@@ -59,7 +59,7 @@ def load_tokenizer(
         if not any(map(_OF_TOKENIZER.match, os.listdir(name_or_path))):
             # transformers would make an empty tokenizer of the model's type
             raise ValueError(
-                f"{name_or_path} has no tokenizer: expected tokenizer.json beside the model, as "
+                f"{name_or_path} has no tokenizer: expected tokenizer.json in this folder, as "
                 "AutoTokenizer.from_pretrained(…).save_pretrained(folder) writes it"
             )
     with reading(f"{what} {where}"):
@@ -95,8 +95,8 @@ def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: 
 
     The class that transformers chooses may replace parts of the file. For example, transformers 5.17 reads a
     byte-level file whose configuration names a Llama class as SentencePiece, and all spaces are lost. The space
-    before a text may differ (add_prefix_space). If the class only splits a text in other places, there is a warning:
-    for some model types, transformers always applies one rule and ignores the file.
+    before a text may differ (add_prefix_space). If the class only splits a text in other places, there is a warning,
+    because for some model types, transformers always applies the same rule and ignores the rule in the file.
     """
     with reading(f"{path} cannot be read"):
         file_tokenizer = Tokenizer.from_file(path)
@@ -117,8 +117,8 @@ def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: 
             after_prefix = min(len(actual), len(expected)) - 3
             if actual[-after_prefix:] != expected[-after_prefix:]:
                 warnings.warn(
-                    f"{what}: transformers reads it with {type(tokenizer).__name__}, which cuts texts in other "
-                    f"places than its {TOKENIZER_FILE} by itself; a server that reads the file gets other tokens",
+                    f"{what}: transformers reads it with {type(tokenizer).__name__}, which splits texts in other "
+                    f"places than its {TOKENIZER_FILE} defines; a server that reads only this file gets other tokens",
                     stacklevel=3,
                 )
                 return
@@ -134,8 +134,8 @@ def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: 
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-    """special: whether the tokenizer adds its special tokens. They are not added again to a rendered text, which
-    begins with them or with the BOS. Raises RecordError as `encode` does.
+    """The ids of the texts. special: whether the tokenizer adds its special tokens. They are not added again to a
+    text that begins with them or with the BOS, as rendered texts do. Raises RecordError as `encode` does.
     """
     ids: list[list[int]] = encode(tokenizer, texts, add_special_tokens=special)["input_ids"]
     if not special or not (prefix := _added_before(tokenizer)):
@@ -180,7 +180,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: 
     if lost:
         raise RecordError(
             f"the tokenizer {tokenizer.name_or_path!r} has no token for {lost!r} (U+{ord(lost):04X}), and no unknown "
-            "token: remove the character, or give the tokenizer an unk_token or tokens of bytes"
+            "token: remove the character, or give the tokenizer an unk_token or tokens for all bytes"
         ) from cause
     return encoded
 
@@ -289,7 +289,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def text_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A sha256 of the settings beyond `tokenizer_fingerprint` that determine the text of ids and conversations."""
+    """A sha256 of the chat template and the settings for decoding, which `tokenizer_fingerprint` leaves out."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     return json_hash(
         {
@@ -316,7 +316,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, which: str) 
     shown = f"the {which}'s head has {rows} rows, but its tokenizer has id {index} ({token!r})"
     if index not in added:
         raise ValueError(f"{shown}: model and tokenizer do not belong together")
-    return [f"{shown}; this is harmless as long as no text contains it"]
+    return [f"{shown}; this is harmless as long as no text contains this token"]
 
 
 def _identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Proves that a chat template writes all texts of one conversation: contents, thoughts, and calls of tools.
+"""Finds the lost texts of a conversation: contents, thoughts and tool calls that its chat template does not write.
 
-The conversation is rendered a second time, with a mark in the middle of each text. Without its marks, the second
-rendering must equal the first one. Then a text counts as written if its mark is in the second rendering with the two
-halves of the text around it. So a text that the conversation has twice must be written twice, and "4" is not found in
-"24". If the marks change the rendering, because the template reads the texts, each text must occur in the first
-rendering as often as in the conversation. A value of a call that is not a text, such as true, false or null, is
-replaced by a number. The value counts as written if this number is written.
+The conversation is rendered a second time, with a mark in the middle of each text. If the second rendering without
+its marks equals the first one, a text counts as written if the second rendering has its mark between the two halves
+of the text. So a text that the conversation has twice must be written twice, and "4" is not found in "24". If the
+renderings differ, because the template reads the texts, each text must occur in the first rendering as often as in
+the conversation. A value of a call that is not a text, such as true, false or null, is replaced by a number for the
+second rendering, and counts as written if this number is written.
 """
 
 import json
@@ -19,8 +19,8 @@ from stillhouse.data.read.messages import MASKS, Message
 
 #: keys with the thoughts of a turn
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-#: the marks that templates recognize in contents and remove, maybe with the text between them: the marks of thoughts
-#: and of replies of tools, and the flags that turn thoughts on and off
+#: the tags that templates recognize in contents and remove, in some cases with the text between them: the tags around
+#: thoughts and around replies of tools, and the flags that turn thoughts on and off
 _MARKS = re.compile(
     r"(</?(?:seed:)?think(?:ing)?>|\[/?THINK\]|<\|channel>|<channel\|>|</?tool_response>|/no_?think\b|/think\b)"
 )
@@ -30,23 +30,23 @@ _CLOSES = re.compile(r"</(?:seed:)?think(?:ing)?>|\[/THINK\]|<channel\|>")
 #: marks do not change the order, because "!" sorts before letters and digits
 _MARK, _NUMBER = "!StillhouseMark8f3a{}z", 918_273_645_000_000
 _MARKED = re.compile(r"!StillhouseMark8f3a(\d+)z|918273645(\d{6})(?:\.5)?")
-#: the keys of a call with its name and arguments; few templates read the other names that some programs write
+#: the keys of a call's name and arguments. The last three are other names of `arguments`, which few templates read
 _OF_CALLS = ("name", "arguments", "parameters", "args", "input")
 #: JSON's values as Python writes them
 _OF_PYTHON = {"true": "True", "false": "False", "null": "None"}
-#: a key that is added to the parts of a content. If it is written, the template writes the object, not its text
+#: a key that is added to the parts of a content. If a rendering has it, the template writes parts as objects
 _PART_KEY, _WITH_PART_KEY = "StillhousePart8f3a{}z", re.compile(r"StillhousePart8f3a(\d+)z")
 
-#: the keys of messages whose values are checked here or connect a message with another one
+#: the keys of messages that have a check of their own, or whose values a template need not write as they are
 KEYS = ("role", "content", "tool_calls", "function_call", "tool_call_id", *MASKS)
-#: text: a content or a call. thought: thoughts; templates of reasoning models drop them from earlier turns. changed:
-#: a text that is written in other words. object: a part of a content that is written as an object. key: another key
-#: of a message
+#: the kinds of lost texts. text: a content or a call. thought: thoughts; templates of reasoning models drop them from
+#: earlier turns. changed: a text that is written with changes. object: a part of a content that is written as an
+#: object. key: the value of another key of a message
 Kind = Literal["text", "thought", "changed", "object", "key"]
 
 
 class Lost(NamedTuple):
-    """A text that is not written. message: the message's index. what: the name of the text within the message."""
+    """A lost text. message: the message's index. what: the name of the text within the message."""
 
     message: int
     what: str
@@ -54,13 +54,14 @@ class Lost(NamedTuple):
 
 
 def is_refused(loss: Lost) -> bool:
-    """Whether a target or an instruction is lost, so that the record is refused."""
+    """Whether the loss makes the record invalid, because a content or a call is lost."""
     return loss.kind in ("text", "object")
 
 
 class _Text(NamedTuple):
-    """A text with the loss to report if it is not written. half: the number of its characters before its mark.
-    is_value: whether it is the JSON of a call's value (a number, true, false, null), whose mark is a number.
+    """A text with a mark. half: the number of the text's characters before the mark. loss: the loss to report if the
+    text is not written. is_value: whether the text is the JSON of a call's value (a number, true, false, null), which
+    is replaced by a number.
     """
 
     text: str
@@ -70,10 +71,10 @@ class _Text(NamedTuple):
 
 
 def losses(render: Callable[[list[Message]], str], messages: list[Message], body: str, template: str) -> list[Lost]:
-    """The texts of the messages that are not in their rendering, one loss for each name of a text.
+    """The lost texts of the messages, without repetitions.
 
-    body: a text that begins with the rendering of the messages. template: the source of the template. A message's key
-    without a text is lost if the source does not contain the key's name.
+    body: a text that begins with the rendering of the messages. template: the source of the template. A key whose
+    value is not a string counts as lost if the source does not contain the key's name.
     """
     unread = [
         Lost(index, f"'{key}'", "key")
@@ -140,7 +141,7 @@ def _as_strings(text: str) -> Iterator[str]:
 
 def _counted(texts: list[_Text], body: str, marked: set[int]) -> Iterator[Lost]:
     """The losses of texts that occur in the body less often than in the conversation. marked: the numbers of the
-    marks that the template writes. A value is lost if its mark is not written.
+    marks that the template writes. A value of a call is also lost if its mark is not written.
     """
     by_text: dict[str, list[Lost]] = {}
     for number, text in enumerate(texts):
@@ -157,7 +158,8 @@ def _counted(texts: list[_Text], body: str, marked: set[int]) -> Iterator[Lost]:
 @dataclass
 class _Marked:
     """Puts a mark into each text of a conversation. texts: the texts in the order of the numbers in their marks. ids:
-    with marks, the ids of calls that contain the call's name, because Kimi's template writes the id for the name.
+    for each id of a call that contains the call's name, the id with the marked name, because Kimi's template writes
+    the id in place of the name.
     """
 
     texts: list[_Text] = field(default_factory=list)
@@ -193,10 +195,10 @@ class _Marked:
         return marked
 
     def _content(self, text: str, loss: Lost, is_assistant: bool) -> str:
-        """A content with marks. Lost texts of the assistant between the marks of thoughts have the kind "thought"."""
+        """A content with marks. The assistant's texts between tags of thoughts have the kind "thought"."""
         pieces = _MARKS.split(text)
         thought_marks = [mark if _OPENS.fullmatch(mark) or _CLOSES.fullmatch(mark) else "" for mark in pieces[1::2]]
-        before, behind = (  # the last mark of thoughts before each piece, and the next one after it
+        before, behind = (  # for each piece: the last tag of thoughts before it, and the next tag after it
             list(accumulate(marks, lambda last, mark: mark or last, initial=""))
             for marks in (thought_marks, thought_marks[::-1])
         )
@@ -207,7 +209,7 @@ class _Marked:
         return "".join(pieces)
 
     def _segment(self, text: str, loss: Lost) -> str:
-        """The text with a mark in its middle. White space around the text does not count."""
+        """The text with a mark in its middle. White space around the text need not be written."""
         if not (core := text.strip()):
             return text
         half = len(core) // 2
