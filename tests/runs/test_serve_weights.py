@@ -236,7 +236,7 @@ def test_weights_are_read_below_their_root_alone(folder: Path, published: Path, 
     with Server(folder, "--generate", "--weights-root", str(way_in)) as server:
         for place in (outside, root / "link" / outside.name, root / ".." / beside.name / outside.name, "/nowhere"):
             error = load_weights(server, place, "7").json()["error"]
-            assert error["message"] == f"{place} is not in the folder of this server's --weights-root"
+            assert error["message"] == f"{place} is not inside the folder of this server's --weights-root"
         assert "No such file" in load_weights(server, root / "nowhere", "7").json()["error"]["message"]
         assert [load_weights(server, parent / inside.name, "7").status_code for parent in (root, way_in)] == [200] * 2
 
