@@ -1,8 +1,8 @@
 """`stillhouse report`: writes the report page of one or several runs, or serves it on this machine during the run.
 
 A served page requests a newer version every two seconds and replaces its content. The server answers only requests
-for 127.0.0.1 or localhost. Otherwise a page of another origin could read the report through its own host name (DNS
-rebinding).
+for 127.0.0.1 or localhost. Otherwise a web page could read the report through a host name that it resolves to
+127.0.0.1 (DNS rebinding).
 """
 
 import hashlib
@@ -25,15 +25,15 @@ ADDRESS = "127.0.0.1"
 @click.argument("run_dirs", type=RUN_DIR, nargs=-1, required=True, metavar="RUN_DIR")
 @click.option(
     "--compare", type=RUN_DIR, multiple=True, metavar="RUN_DIR...",
-    help="Other runs to draw into the same charts; a table has the differences of their configurations.",
+    help="Other runs to draw into the same charts. A table shows how the configurations differ.",
 )  # fmt: skip
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path),
     help="File to write instead of RUN_DIR/report.html, or RUN_DIR/compare.html with --compare.",
 )  # fmt: skip
-@click.option("--watch", is_flag=True, help="Serve the page on 127.0.0.1 and renew it while the run goes on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port for --watch; 0 for a free one.")
-@click.option("--label", default="", hidden=True)  # the text before the path, from commands that end with a report
+@click.option("--watch", is_flag=True, help="Serve the page on 127.0.0.1 and update it during the run.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port for --watch; 0: a free port.")
+@click.option("--label", default="", hidden=True)  # text that other commands print before the path
 def report(
     run_dirs: tuple[Path, ...], *, compare: tuple[Path, ...], out: Path | None, watch: bool, port: int, label: str
 ) -> None:
@@ -49,7 +49,7 @@ def report(
     if len(run_dirs) > 1 and not compare:
         raise misused(f"got {len(run_dirs)} runs, expected one; --compare draws several into one page")
     if watch and out is not None:
-        raise misused("--watch writes no file, so that --out has no effect; leave one of them out")
+        raise misused("--watch writes no file, so --out has no effect with it; leave one of the two options out")
     if port and not watch:
         raise misused("--port has an effect only with --watch")
     others = [*compare, *run_dirs[1:]]
@@ -66,7 +66,7 @@ def report(
 class ReportServer(ThreadingHTTPServer):
     """Serves the current page of some runs at `/` on the loopback address. port: 0 chooses a free port.
 
-    Raises the ValueErrors of `read_runs`, and ValueError if the port is taken.
+    Raises the ValueErrors of `read_runs`, and ValueError if the port cannot be used.
     """
 
     daemon_threads = True

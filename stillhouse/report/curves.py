@@ -25,7 +25,7 @@ class Series(TypedDict):
     side: str
     steps: list[float]
     values: list[float | None]
-    means: list[float | None] | None  # if points are left out, the mean of each shown point's section
+    means: list[float | None] | None  # the mean of each shown point's section; None if all points are shown
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Chart:
     """A chart, and the metrics that it draws.
 
     keys: the metric's key for each side; the first side has a solid line. Most charts have one unnamed side.
-    log: whether the page first shows a logarithmic axis. Before `draw_charts` adds the series: whether it may do so,
-        if the values span a large range. positive: whether a logarithmic axis can show all values.
+    log: whether the page first shows a logarithmic axis. `draw_charts` changes this to False if the values do not
+        span a large range, or are not all positive. positive: whether a logarithmic axis can show all values.
     explanations: a sentence for each metric. label: the curves in words, for readers who cannot see them.
     """
 
@@ -51,7 +51,7 @@ class Chart:
 
 
 def draw_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Return the charts of these runs in the page's order, without charts that have no value."""
+    """Return the charts of these runs in the page's order. Charts without values are left out."""
     drawn = []
     for chart in _charts(runs):
         series = [
@@ -79,7 +79,7 @@ def draw_charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _charts(runs: Sequence[Run]) -> list[Chart]:
-    """The charts of all known metrics, in the order of their table, and of the runs' unknown metrics."""
+    """Return the charts of all known metrics, in the order of their table, and of the runs' unknown metrics."""
     matches: dict[Metric, list[tuple[str, ...]]] = {metric: [] for metric in metric_table()}
     charts, unknown = dict[tuple[str, str], Chart](), list[Chart]()
     keys = dict.fromkeys(key for run in runs for line in run.lines for key in line.values)
@@ -89,14 +89,16 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
         else:
             unknown.append(Chart("Other", key, "", {"": key}))
     undrawn = {""} if not _total_repeats(runs) else {"", TOTAL}
-    # all charts of one held-out set or source of prompts come before the charts of the next one
+    # all charts of one held-out set or source of prompts come before those of the next
     for _, block in itertools.groupby(matches, lambda metric: metric.group if "{" in metric.group else metric.title):
         rows = [metric for metric in block if not undrawn & {metric.group, metric.key}]
         firsts = dict.fromkeys(names[:1] for metric in rows for names in matches[metric])
         for first in firsts or [()]:
             for metric in rows:
                 same_first = [names for names in matches[metric] if names[:1] == first]
-                is_side = metric.side and metric.key.count("{") == len(first)  # the chart may have another side
+                is_side = metric.side and metric.key.count("{") == len(
+                    first
+                )  # another side of the chart may have values
                 for names in same_first or ([first] if is_side else []):
                     # another side of the chart with the metric's title, or a new chart
                     side = metric.named(*names)
@@ -116,7 +118,7 @@ def _total_repeats(runs: Sequence[Run]) -> bool:
         term = terms.pop()
         for line in run.lines:
             value, total = line.values.get(term), line.values.get(TOTAL)
-            # they may differ by the rounding of float32
+            # the two values may differ by the rounding of float32
             if value != total and (value is None or total is None or not math.isclose(value, total, rel_tol=1e-6)):
                 return False
     return True

@@ -58,8 +58,8 @@ def write_report(run_dir: Path, compare: Sequence[Path] = (), out: Path | None =
     """Write one self-contained page and return its path.
 
     run_dir: the folder of a run, finished or not.
-    compare: the folders of at most 7 other runs, drawn into the same charts under their folders' names.
-    out: the file to write. If it is None, `run_dir/report.html`, or `run_dir/compare.html` for several runs.
+    compare: the folders of at most 7 other runs, which are drawn into the same charts and named after their folders.
+    out: the file to write. None: write `run_dir/report.html`, or `run_dir/compare.html` for several runs.
 
     Raises ValueError if a folder contains no run, a file is malformed, there are too many runs, a run is given twice,
     or the page cannot be written.
@@ -83,7 +83,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read the run folders of one page. Raises ValueError in the cases that `write_report` lists."""
     if len(paths) > COLOURS:
         raise ValueError(
-            f"got {len(paths) - 1} runs to compare; at most {COLOURS - 1} can be distinguished in one chart"
+            f"got {len(paths) - 1} runs to compare: expected at most {COLOURS - 1}, which one chart can distinguish"
         )
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"a run is given twice: {', '.join(map(str, paths))}")
@@ -99,7 +99,7 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
         groups.setdefault(chart.group, []).append((index, chart))
     names = run_names([run.path for run in runs])
     documents = held_out.documents if held_out else []
-    # the terms of the objective whose gradients are known
+    # the terms of the objective whose gradients the run has recorded
     terms = list(dict.fromkeys(name for shown in documents for token in shown.tokens for name in token.terms))
     embedded = {
         "runs": names,
@@ -169,7 +169,7 @@ def _template() -> Template:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Return the folder names, with parent folders as needed to make all names different."""
+    """Return the folder names, with as many parent folders as all names need to be different."""
     resolved = [path.resolve().parts for path in paths]
     depth = 1
     while len({parts[-depth:] for parts in resolved}) < len(resolved):
@@ -244,7 +244,7 @@ def data_notes(data: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _asset(name: str) -> Markup:
-    return Markup((ASSETS / name).read_text(encoding="utf-8"))  # our style sheets and scripts are not escaped
+    return Markup((ASSETS / name).read_text(encoding="utf-8"))  # style sheets and scripts are not escaped
 
 
 def _plain(value: object) -> str:
@@ -273,7 +273,7 @@ ABSENT, NULL = "not set", "null"
 
 
 def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return (dotted key, one text per run) for every value that is not the same in all runs.
+    """Return (dotted key, one text per run) for every key whose value is not the same in all runs.
 
     A run without config.yaml differs in every key.
     """
@@ -290,7 +290,7 @@ def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """The values as text, by their dotted keys."""
+    """Return the values as text, by their dotted keys."""
     values: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Reads a run's folder into a `Run`, the data for the page.
+"""Reads a run's folder into a `Run`, which has all data for the page.
 
 A killed run may lack any file except metrics.jsonl, and the last line of a file of JSON lines may be incomplete. The
 page lists missing content (`Run.notes`). Other malformed content raises an error with the file and the line or key.
@@ -19,13 +19,13 @@ from stillhouse.output.json_lines import MetricsLine, read_metrics, read_object,
 from stillhouse.output.records import EvalSample, HeldOutTokens, SampleRecord, TimelineSpan
 
 METRICS = "metrics.jsonl"
-#: the other files, and the content that the page lacks if a file is missing
+#: the other files, and the content of each file, which the page lacks if the file is missing
 OPTIONAL_FILES = {
     "config.yaml": "the run's configuration and its models' names",
     "environment.json": "versions, machine and date",
-    "data.json": "how many documents were read, cut and skipped",
-    "tokens.json": "the held-out text, which the last evaluation writes for one teacher of the full vocabulary",
-    "timeline.jsonl": "what each part of the job did, and when the trainer waited",
+    "data.json": "the numbers of documents that were read, cut and skipped",
+    "tokens.json": "the held-out text by token, which a run with one teacher over the full vocabulary records",
+    "timeline.jsonl": "the timeline of each part of the job, and the times at which the trainer waited",
     "samples.jsonl": "some of the completions that the run was trained on",
     "eval_samples.jsonl": "the student's completions of held-out prompts",
 }
@@ -41,7 +41,7 @@ EVAL_SAMPLES = 4000  # the number of newest samples that are read
 class Rollouts:
     """The records of an on-policy run.
 
-    spans: the newest spans, in the order of the file. samples: the samples of some steps, by step, in order.
+    spans: the newest spans, in the order of the file. samples: the samples of some steps, by step.
     sampled_steps: the number of steps with samples. staleness: the number of the student's completions by staleness.
     """
 
@@ -76,7 +76,7 @@ class Run:
         return (values[0], values[-1]) if values else None
 
     def section(self, name: str) -> dict[str, Any]:
-        """Return a section of the configuration, or an empty section if it is not a mapping."""
+        """Return a section of the configuration; {} if it is missing or not a mapping."""
         section = self.config.get(name)
         return section if isinstance(section, dict) else {}
 
@@ -109,7 +109,11 @@ def read_run(path: Path) -> Run:
         expected |= _ON_POLICY
     if isinstance(evaluation, dict) and evaluation.get("samples"):
         expected.add("eval_samples.jsonl")
-    notes += [f"{name} is missing: {OPTIONAL_FILES[name]}." for name in OPTIONAL_FILES if name in expected - present]
+    notes += [
+        f"{name} is missing: the page lacks {OPTIONAL_FILES[name]}."
+        for name in OPTIONAL_FILES
+        if name in expected - present
+    ]
     held_out = read_object(path / "tokens.json")
     eval_samples = (
         validated(EvalSample, value, where) for where, _, value in read_objects(path / "eval_samples.jsonl", notes)
@@ -152,7 +156,7 @@ def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts:
 
 
 def first_samples(samples: Sequence[tuple[str, int, int]]) -> list[tuple[str, int]]:
-    """The lines and offsets of a step's first samples that together have at most `TOKENS` tokens."""
+    """Return the lines and offsets of a step's first samples that together have at most `TOKENS` tokens."""
     totals = accumulate(tokens for *_, tokens in samples)
     return [(where, offset) for (where, offset, _), total in zip(samples, totals, strict=True) if total <= TOKENS]
 
@@ -165,7 +169,7 @@ def shown_steps(tokens: dict[int, int]) -> list[int]:
     steps = sorted(tokens)
     count = min(STEPS, len(steps))
     while True:
-        # from the end, so that the last step is chosen
+        # counted from the end, so that the last step is chosen
         chosen = [steps[-1 - number * len(steps) // count] for number in range(count)]
         if count <= 1 or sum(tokens[step] for step in chosen) <= TOKENS:
             return chosen[::-1]

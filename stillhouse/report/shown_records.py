@@ -1,7 +1,8 @@
 """Prepares a run's records for the page: completions, the text of tokens, and the timeline of an on-policy run.
 
 A text is shaded by divergence and otherwise unchanged; invisible characters (newlines, tabs, control characters) get
-a mark. Each shade is a range of nats; its lower bound is twice the previous one. All reports have the same ranges.
+a mark. Each shade is a range of nats, which begins at twice the lower bound of the previous shade. The ranges are
+the same in all reports.
 In the timeline, each part of the job has a lane. Spans of one lane that overlap in time are in different rows.
 """
 
@@ -63,7 +64,7 @@ def shown_tokens(sample: SampleRecord) -> Iterator[tuple[SampleToken, str, bool]
 
 
 def staleness_rows(counts: Mapping[int, int]) -> list[tuple[str, int, float]]:
-    """Return (steps, completions, share) for each staleness up to the largest one."""
+    """Return (staleness in steps, completions, share of all completions) for each staleness up to the largest."""
     rows = {str(steps): counts.get(steps, 0) for steps in range(min(max(counts, default=-1) + 1, STALEST))}
     oldest = sum(count for steps, count in counts.items() if steps >= STALEST)
     if oldest:
@@ -99,7 +100,7 @@ def label(text: str) -> str:
 def pieces(text: str) -> list[tuple[str, str]]:
     """Split the text at characters that need a mark; return pairs (text, mark). Either part of a pair may be empty.
 
-    Newlines and tabs also stay in the text beside their mark.
+    A newline or a tab has a mark, and is also kept as the text of its pair.
     """
     if not text:
         return [("", "∅")]
@@ -121,7 +122,7 @@ def mean_kl(document: HeldOutDocument) -> float | None:
 
 
 def readout(token: Token, names: list[str]) -> list[object]:
-    """Return the values that the page shows for the token under the pointer:
+    """Return the values that the page shows when the pointer is on the token:
 
     [label, KL, teacher's top, student's top, for each term in `names` [value, gradient, raises, lowers] or null]
     """
@@ -166,8 +167,8 @@ class ShownTimeline(NamedTuple):
 
     first, last: the range of shown steps.
     start, seconds: the shown time, in seconds of the run.
-    waiting: the seconds that the trainer waited in its steps, divided by the seconds of its steps: the mean of
-        `speed/waiting`, weighted by the steps' seconds. None if there is no trainer.
+    waiting: the seconds that the trainer waited in its steps, divided by the seconds of its steps. This is the mean
+        of `speed/waiting`, weighted by the seconds of the steps. None if there is no trainer.
     marks, ticks: pairs (left in percent, text).
     """
 
@@ -248,7 +249,7 @@ def _lane(name: str, spans: list[TimelineSpan], start: float, seconds: float) ->
 
 
 def _whole_steps(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
-    """Join the spans of each step. Evaluations and checkpoints are between steps, so they are not included."""
+    """Return one span for each step, from its first start to its last stop, without the time between two steps."""
     steps = dict[int, TimelineSpan]()
     for span in spans:
         step = steps.get(span.step, span)

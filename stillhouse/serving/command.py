@@ -30,10 +30,10 @@ from stillhouse.cli.hub import require_on_hub, settle_offline
     envvar="STILLHOUSE_TOKEN",
     show_envvar=True,
     metavar="TEXT",
-    help="Bearer token of all routes except /healthz. Other users of the machine can read an option; "
-    "the variable is safer.",
+    help="Bearer token that clients must send, except to /healthz. Other users of this machine can see the options "
+    "of a command, so the variable is safer.",
 )
-@click.option("--no-token", is_flag=True, help="Allow an address that other machines can reach without a token.")
+@click.option("--no-token", is_flag=True, help="Serve without a token even if other machines can reach the address.")
 @click.option(
     "--dtype",
     default="auto",
@@ -49,21 +49,23 @@ from stillhouse.cli.hub import require_on_hub, settle_offline
 @click.option(
     "--device", default="auto", show_default=True, help="cpu, mps, cuda or cuda:N. auto: a GPU if there is one."
 )
-@click.option("--attention", metavar="NAME", help="Attention kernel, such as sdpa; see student.attention.")
-@click.option("--revision", metavar="NAME", help="Revision of a hub id.")
+@click.option("--attention", metavar="NAME", help="Attention kernel, such as sdpa; see the key student.attention.")
+@click.option("--revision", metavar="NAME", help="Branch, tag or commit of a model on the hub.")
 @click.option("--images", is_flag=True, help="Accept documents or prompts with images, and load the vision tower.")
 @click.option(
     "--batch-tokens",
     type=click.IntRange(1),
     default=16384,
     show_default=True,
-    help="The maximum number of tokens of a forward pass and of a sequence. Changes only memory and speed.",
+    help="The maximum number of tokens of a forward pass, and thus of a sequence. Otherwise it changes only memory "
+    "and speed.",
 )
 @click.option(
     "--queue-tokens",
     type=click.IntRange(1),
     metavar="N",
-    help="The maximum number of tokens of all requests at a time; further requests get 429. [default: 16 batches]",
+    help="The maximum number of tokens of all accepted requests together; further requests get status 429. "
+    "[default: 16 times --batch-tokens]",
 )
 @click.option(
     "--generate", is_flag=True, help="Generate completions instead of signals, with weights that clients can replace."
@@ -77,10 +79,11 @@ from stillhouse.cli.hub import require_on_hub, settle_offline
 @click.option(
     "--deterministic",
     is_flag=True,
-    help="Compute each request by itself, so that its answer does not depend on other requests. Slower.",
+    help="Compute each request by itself, so that its answer does not depend on other requests. This is slower.",
 )
 @click.option("--max-top-k", type=click.IntRange(1), default=256, show_default=True,
-              help="The maximum number of ids per token of top_k, chosen and prompt_logprobs.")  # fmt: skip
+              help="The maximum number of ids per token that a request can ask for, with top_k, chosen or "
+                   "prompt_logprobs.")  # fmt: skip
 def serve(
     teacher: str,
     *,
@@ -93,17 +96,18 @@ def serve(
 ) -> None:
     """Serve a teacher's exact signals over HTTP.
 
-    TEACHER is a hub id or a folder. Students then train with teacher.url. POST /v1/score returns hidden states or
-    log-probabilities of token ids, GET /v1/head the output head, and GET /v1/info a description of the teacher. POST
-    /v1/completions returns prompt_logprobs as vLLM does. GET /healthz and GET /metrics are for operators.
+    TEACHER is a hub id or a folder. A run with teacher.url trains on the signals of this server. POST /v1/score
+    returns hidden states or log-probabilities of token ids, GET /v1/head the output head, and GET /v1/info a
+    description of the teacher. POST /v1/completions returns prompt_logprobs as vLLM does. GET /healthz tells whether
+    the server accepts requests, and GET /metrics returns metrics for Prometheus.
 
     Without --host, the server listens only on this machine; with another host, it needs a token. SIGTERM and Ctrl-C
     end the server after it has answered the accepted requests. Under torchrun, the model is tensor-parallel over all
     processes.
 
     With --generate, the server generates completions for on-policy runs: POST /inference/v1/generate accepts and
-    returns token ids as vLLM does. POST /v1/weights loads the weights of a published folder, between two batches: a
-    whole model, or an adapter of the served one. With --quantize, it loads only adapters.
+    returns token ids as vLLM does. Between two batches, POST /v1/weights loads weights that a run has published in a
+    folder: a whole model, or an adapter of the served model. With --quantize, the server loads only adapters.
 
     \b
     stillhouse serve Qwen/Qwen3-8B
@@ -120,9 +124,9 @@ def serve(
     require_on_hub({"TEACHER": (teacher, revision)})
     quiet_libraries()
     if generate and quantize == "fp8":
-        raise click.UsageError("--quantize fp8 is for a teacher, and not with --generate: expected int8 or nf4")
+        raise click.UsageError("--quantize fp8 with --generate: fp8 is for a teacher's signals; expected int8 or nf4")
     if weights_root is not None and not generate:
-        raise click.UsageError("--weights-root without --generate: only a server of completions loads weights")
+        raise click.UsageError("--weights-root without --generate: a server of signals loads no published weights")
     from stillhouse.serving.server.role import ModelOptions
     from stillhouse.serving.server.run_server import run_server
 

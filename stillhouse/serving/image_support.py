@@ -1,4 +1,4 @@
-"""The images that a server accepts: their description in `GET /v1/info`, and the client's check of its images."""
+"""The images that a server accepts: how `GET /v1/info` describes them, and how a client checks its documents."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,12 @@ from stillhouse.serving.wire import StrictBody
 
 
 class ImageSupport(StrictBody):
-    """processor, positions: the `processor_hash` of the server's processor, and the `positions_hash` of its model.
-    max_images, max_bytes: the most images of a request, and the most bytes of their tensors.
-    max_pixels: the most pixels of all images of a sequence, or None if an older server does not report it.
+    """The description of the images that a server accepts.
+
+    processor: the `processor_hash` of the server's processor. positions: the `positions_hash` of the server's model.
+    max_images: the maximum number of images of a request. max_bytes: the maximum number of bytes of the image tensors
+    of a request. max_pixels: the maximum number of pixels of all images of a sequence, or None if an older server
+    does not report it.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -30,8 +33,9 @@ class ImageSupport(StrictBody):
 
 
 def processor_hash(processor: MediaProcessor) -> str:
-    """A hash of a processor's settings, and of the tokens, shapes and integers that it makes of example pictures. The
-    hash does not include pixels, because their last bits depend on the machine.
+    """Return a hash of a processor's settings and of its output for example pictures: the tokens, the integer
+    tensors, and the shapes and dtypes of the other tensors. The hash does not include the values of pixels, because
+    their last bits depend on the machine.
     """
     documents = [
         {
@@ -40,12 +44,12 @@ def processor_hash(processor: MediaProcessor) -> str:
         }
         for document in processor.example_documents()
     ]
-    assert isinstance(processor, ImageProcessor), "media that servers do not read"
+    assert isinstance(processor, ImageProcessor), "servers read no media other than images"
     return json_hash([processor.processor.image_processor.to_dict(), processor.placeholder_ids, documents])
 
 
 def positions_hash(positions: Sequence[Tensor | None]) -> str:
-    """A hash of the rotary positions [S, A] that a model gives to the processor's `example_documents`."""
+    """Return a hash of the rotary positions [S, A] that a model gives to the processor's `example_documents`."""
     return json_hash([None if positions_SA is None else positions_SA.tolist() for positions_SA in positions])
 
 
@@ -53,18 +57,19 @@ def require_accepted(
     url: str, support: ImageSupport | None, documents: Documents, processor: MediaProcessor, what: str
 ) -> None:
     """Raise ValueError unless the server accepts images and has this processor. Raise DataError for the first
-    document with more images or pixels than the server accepts.
+    document whose images exceed a limit of the server.
 
-    documents: documents, some of which have images. what: the name of the documents in errors.
+    support: the server's description of the images that it accepts, or None if it accepts none.
+    documents: documents, at least one of which has images. what: the name of the documents in errors.
     """
     if support is None:
-        raise ValueError(f"{what} has images, and {url} accepts none: start it with stillhouse serve --images")
+        raise ValueError(f"{what} has images, and {url} accepts no images: start it with stillhouse serve --images")
     if support.processor != processor_hash(processor):
         raise ValueError(
             f"{what} has images, and the model of {url} has another processor of images than student.model: expected "
-            "the processor of the student, with the same versions of transformers and torch on both sides"
+            "a model with the student's processor, and the same versions of transformers and torch on both machines"
         )
-    assert isinstance(processor, ImageProcessor), "media that servers do not read"
+    assert isinstance(processor, ImageProcessor), "servers read no media other than images"
     assert documents.media is not None
 
     def require(document: int, size: int, limit: int, unit: str) -> None:
@@ -72,7 +77,7 @@ def require_accepted(
             raise DataError(
                 documents.sources[document],
                 f"{size:,} {unit} of {what}, but {url} accepts at most {limit:,} in a request: expected fewer "
-                "images, or data.image_pixels, which scales them down",
+                "images, or smaller ones (data.image_pixels scales images down)",
             )
 
     counts_D = np.diff(documents.media.offsets)
@@ -84,7 +89,8 @@ def require_accepted(
         for document in np.flatnonzero(counts_D * largest_pixels > support.max_pixels).tolist():
             pixels = sum(pixel_count(image, processor.most_pixels) for image in documents.media.of(document))
             require(document, pixels, support.max_pixels, "pixels in the images")
-    # the size of tensors is known only after processing, so only the document with the most placeholders is checked
+    # the size of tensors is known only after processing, which is slow, so only the document with the most
+    # placeholder tokens is checked
     tokens = {at: processor.count_placeholders(documents.tokens(at)) for at in np.flatnonzero(counts_D).tolist()}
     heaviest = max(tokens, key=lambda document: tokens[document])
     tensors = processor.read(documents, heaviest, documents.tokens(heaviest)).tensors

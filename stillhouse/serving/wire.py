@@ -6,7 +6,7 @@
                 offsets [D+1] int64     the tokens of document d are offsets[d]:offsets[d+1]
                 rows [D, 2] int32       the requested rows of each document, as a range [start, stop)
                 ids [N, K] int32        "chosen": the ids whose log-probabilities are requested
-                image.D.NAME            the tensor NAME of the images of document D, as an argument of the model
+                image.d.NAME            the tensor of the images of document d that is the model's argument NAME
     answer      offsets [D+1] int64     the rows of document d are offsets[d]:offsets[d+1] of the following tensors
                 hidden, ids, …          the tensors of the signal (`SignalSpec.tensors`)
 
@@ -15,8 +15,9 @@ with `SentImages` for each document with images, and null for each other documen
 teacher's identity (`teacher`). A request without images may be plain JSON instead (`ScoreBody`).
 
 The client's processor makes the tensors of images. So a served model gets the same pixels as the models in the run,
-and a server decodes no image files. If a prompt has images, the body of `POST /inference/v1/generate` has the tensors
-of the prompt's images. Its header has, under the key `generate`, the JSON of a request without images, plus `images`.
+and a server decodes no image files. If the prompt of `POST /inference/v1/generate` has images, the body is a
+safetensors file with the tensors of these images. The header of this file has, under the key `generate`, the JSON of
+a request without images, plus the field `images`.
 """
 
 import hashlib
@@ -38,21 +39,21 @@ from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
 
 T = TypeVar("T")
 KEY, _PROMPT_KEY = "score", "generate"
-#: the version of the format of these bodies, of prompts with images, and of published weights. It is incremented by a
-#: change that an earlier client or server would misread, or refuse with an unclear error
+#: the version of the formats of these bodies and of published weights. It must be incremented for a change that an
+#: earlier client or server would misread, or would refuse with an unclear error
 WIRE_FORMAT = 1
 #: the file with the teacher's output head, which `GET /v1/head` returns
 HEAD_FILE = "model.safetensors"
 #: the key of the list of images in the header, and the prefix of the names of image tensors
 IMAGES, _PREFIX = "images", "image."
-#: the most bytes of a body's header, because parsing its entries takes much more time than reading the bytes
+#: the maximum number of bytes of a body's header; it is small, because parsing the header is slow
 _HEADER_BYTES = 4 * 2**20
-#: the most lists in a body of JSON; a valid request has far fewer, even with a list of ids for each token
+#: the maximum number of lists in a JSON body; a valid request has far fewer, even with a list of ids for each token
 _MOST_LISTS = 2**18
 
 
 class _FailFast(FailFast):
-    __hash__ = object.__hash__  # unions hash their members
+    __hash__ = object.__hash__  # unions hash their members, and FailFast has no hash
 
 
 #: a list whose validation stops at the first invalid value, because millions of values may be invalid
@@ -64,13 +65,17 @@ ReceivedImages = tuple[Any, dict[str, Tensor]]
 
 
 class StrictBody(BaseModel):
-    """JSON that is refused if a field is unknown or has another type."""
+    """A JSON object that is refused if a field is unknown or has the wrong type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class SentImages(StrictBody):
-    """sizes: the width and height of each picture that the processor has read. sha256: see `images_hash`."""
+    """The entry of one document in the field `images`.
+
+    sizes: the width and the height of each picture before the client's processor has changed it. sha256: the
+    `images_hash` of the document.
+    """
 
     sizes: FirstWrong[tuple[_Side, _Side]] = Field(min_length=1, max_length=4096)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
@@ -88,13 +93,18 @@ class ScoreOptions(StrictBody):
     temperature: float | None = Field(default=None, gt=0)
 
     def spec(self) -> SignalSpec:
-        """The signal. Raises ValueError for options that do not fit together."""
+        """Return the requested signal. Raises ValueError for options that do not fit together."""
         is_default = self.temperature is None and self.signal != "hidden"
         return SignalSpec(self.signal, self.dtype, self.top_k, 1.0 if is_default else self.temperature)
 
 
 class ScoreBody(ScoreOptions):
-    """A request in JSON. rows: a range [start, stop) per document, or None for all rows. ids: [document][row][id]."""
+    """A request for signals in JSON.
+
+    token_ids: the ids of each document. rows: for each document, the requested rows as a range [start, stop); null
+    requests all rows. ids: for the signal "chosen", the ids whose log-probabilities are requested, as
+    [document][row][id].
+    """
 
     token_ids: FirstWrong[FirstWrong[int]] = Field(min_length=1)
     rows: FirstWrong[tuple[int, int]] | None = None
@@ -102,13 +112,13 @@ class ScoreBody(ScoreOptions):
 
 
 def require_few_lists(content: bytes) -> None:
-    """Raise ValueError for a body of JSON with millions of lists, because creating and freeing them takes seconds."""
+    """Raise ValueError for a JSON body with too many lists, because creating and freeing millions takes seconds."""
     if (lists := content.count(b"[")) > _MOST_LISTS:
-        raise ValueError(f"{lists} lists or '[': expected at most {_MOST_LISTS} in JSON")
+        raise ValueError(f"{lists} characters '[': expected at most {_MOST_LISTS} in a JSON body")
 
 
 def header_of(content: bytes, key: str) -> Any:
-    """The JSON value of `key` in the header of a safetensors body."""
+    """Return the JSON value of `key` in the header of a safetensors body."""
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     return json.loads(header["__metadata__"][key])
 
@@ -120,12 +130,12 @@ def decode_body(content: bytes, key: str, what: str) -> tuple[dict[str, Any], di
             raise ValueError(f"its header has {size:,} bytes: expected at most {_HEADER_BYTES:,}")
         tensors, options = load(content), header_of(content, key)
     if not isinstance(options, dict):
-        raise ValueError(f"{what} is not a safetensors body: '{key}' of its header is no object")
+        raise ValueError(f"{what} is not a safetensors body: '{key}' in its header is not a JSON object")
     return options, tensors
 
 
 def images_hash(tokens: np.ndarray, images: MediaTensors) -> str:
-    """A hash of a document's tokens, and of the sizes and all bytes of its images."""
+    """Return the SHA-256 of a document's tokens, the sizes of its images, and all bytes of its image tensors."""
     digest = hashlib.sha256(np.ascontiguousarray(tokens, dtype=np.int32).tobytes())
     for name, tensor in sorted(images.tensors.items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
@@ -135,7 +145,10 @@ def images_hash(tokens: np.ndarray, images: MediaTensors) -> str:
 
 
 def encode_images(documents: Sequence[tuple[np.ndarray, MediaTensors | None]]) -> ReceivedImages:
-    """Encode images as entries of a header's JSON, and as tensors. documents: tokens, and images or None."""
+    """Encode the images of documents as the field `images` of a header's JSON, and as tensors.
+
+    documents: the tokens and the images of each document; None for a document without images.
+    """
     tensors: dict[str, Tensor] = {}
     sent: list[dict[str, Any] | None] = [None] * len(documents)
     for number, (tokens, images) in enumerate(documents):
@@ -147,7 +160,7 @@ def encode_images(documents: Sequence[tuple[np.ndarray, MediaTensors | None]]) -
 
 
 def take_images(header: dict[str, Any], tensors: dict[str, Tensor]) -> ReceivedImages:
-    """Remove the entries and tensors that `encode_images` has added, and return them for `decode_images`."""
+    """Remove the field and the tensors that `encode_images` has added, and return them for `decode_images`."""
     names = [name for name in tensors if name.startswith(_PREFIX)]
     return header.pop(IMAGES, None), {name: tensors.pop(name) for name in names}
 
@@ -155,12 +168,16 @@ def take_images(header: dict[str, Any], tensors: dict[str, Tensor]) -> ReceivedI
 def decode_images(
     sent: Any, tensors: Mapping[str, Tensor], documents: Sequence[np.ndarray]
 ) -> list[DocumentMedia | None]:
-    """The images of each document. documents: the tokens of each. Raises ValueError for invalid or changed images."""
+    """Return the images of each document, or None for a document without images.
+
+    sent, tensors: the result of `take_images`. documents: the tokens of each document.
+    Raises ValueError if the images are invalid, or do not have the hash that was sent with them.
+    """
     images: list[DocumentMedia | None] = [None] * len(documents)
     if sent is None and not tensors:
         return images
     if isinstance(sent, list) and len(sent) != len(documents):
-        raise ValueError(f"images of {len(sent)} sequences: expected an entry for each of {len(documents)}, or null")
+        raise ValueError(f"images for {len(sent)} sequences: expected {len(documents)} entries (null: no images)")
     try:
         entries = _LIST.validate_json(json.dumps(sent))
     except ValidationError as error:
@@ -171,7 +188,7 @@ def decode_images(
     for name, tensor in tensors.items():
         owner, _, tensor_name = name.removeprefix(_PREFIX).partition(".")
         if owner not in by_document or not tensor_name:
-            raise ValueError(f"a tensor '{name}', which belongs to no sequence with images")
+            raise ValueError(f"the tensor '{name}' belongs to no sequence with images")
         by_document[owner][tensor_name] = tensor
     for number, (tokens, entry) in enumerate(zip(documents, entries, strict=True)):
         if entry is not None:
@@ -192,20 +209,20 @@ def encode_prompt(body: dict[str, Any], images: MediaTensors) -> bytes:
 
 
 def decode_prompt(content: bytes) -> tuple[bytes, ReceivedImages]:
-    """The request as JSON, and the prompt's images for `decode_images`. Raises ValueError for an invalid body."""
+    """Return the request as JSON, and its images for `decode_images`. Raises ValueError for an invalid body."""
     body, tensors = decode_body(content, _PROMPT_KEY, "the request")
     images = take_images(body, tensors)
     if tensors:
-        raise ValueError(f"tensors {sorted(tensors)}: expected only tensors of images")
+        raise ValueError(f"tensors {sorted(tensors)}: expected only the tensors of the prompt's images")
     return json.dumps(body).encode(), images
 
 
 def document_tensors(
     documents: Sequence[DocumentRows], images: Sequence[MediaTensors | None] | None = None
 ) -> ReceivedImages:
-    """The entries of a request's JSON for images, and all tensors of the request except `ids`.
+    """Return the field `images` of a request's JSON (as a dict), and all tensors of the request except `ids`.
 
-    images: the images of each document, if they were read before. If it is None, they are read now.
+    images: the images of each document if they have already been read. If it is None, they are read now.
     """
     if images is None:
         images = [None if document.media is None else document.media.read() for document in documents]
@@ -258,7 +275,7 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
     lengths = [stop - start for start, stop in pairwise(bounds)]
     if not lengths or min(lengths) < 1 or bounds[0] != 0 or bounds[-1] != len(token_ids):
         raise ValueError(
-            f"expected one token or more per document, and offsets from 0 to all {len(token_ids)} tokens"
+            f"expected at least one token per document, and offsets from 0 to {len(token_ids)}, the number of tokens"
         )
     documents = [tokens.numpy() for tokens in token_ids.split(lengths)]
     if rows.shape != (len(documents), 2):
@@ -267,14 +284,13 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
     for tokens, span in zip(documents, ranges, strict=True):
         if not 0 <= span.start < span.stop <= len(tokens):
             raise ValueError(
-                f"rows {span.start} to {span.stop} of a document of {len(tokens)} tokens: expected some of its rows"
+                f"rows {span.start} to {span.stop} of a document of {len(tokens)} tokens: expected at least one row "
+                "of the document"
             )
     shape = None if (ids := tensors.get("ids")) is None else list(ids.shape)
     expected_shape = [sum(map(len, ranges)), signal.top_k] if signal.kind == "chosen" else None
     if shape != expected_shape:
-        raise ValueError(
-            f"ids of shape {shape} with signal {signal.kind}: expected {expected_shape or 'them only with chosen'}"
-        )
+        raise ValueError(f"ids of shape {shape} with signal {signal.kind}: expected {expected_shape or 'no ids'}")
     parts = [None] * len(documents) if ids is None else ids.split([*map(len, ranges)])
     requested = zip(documents, ranges, parts, decode_images(*sent, documents), strict=True)
     return signal, [DocumentRows(tokens, span, part, media=media) for tokens, span, part, media in requested]
@@ -303,10 +319,10 @@ def decode_answer(
     options, tensors = decode_body(content, KEY, "the answer")
     teacher = options.pop("teacher", None)
     if not isinstance(teacher, str) or options != _options(signal):
-        raise ValueError(f"the answer has {options}: expected {_options(signal)} and the teacher")
+        raise ValueError(f"the answer has {options}: expected {_options(signal)} and the teacher's identity")
     offsets = _offsets([len(document.rows) for document in documents])
     if "offsets" not in tensors or not torch.equal(tensors.pop("offsets"), offsets):
-        raise ValueError("the answer has other rows than the request")
+        raise ValueError("the offsets of the answer do not fit the rows of the request")
     expected = {name: ([int(offsets[-1]), *row], dtype) for name, (row, dtype) in signal.tensors(width).items()}
     shapes = {name: (list(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     if shapes != expected:
@@ -325,12 +341,14 @@ def _json_tensors(body: ScoreBody) -> dict[str, Tensor]:
     lengths = [len(tokens) for tokens in body.token_ids]
     rows = [(0, length) for length in lengths] if body.rows is None else body.rows
     tensors = {
-        "token_ids": int32("token_ids: expected ids", chain.from_iterable(body.token_ids)),
+        "token_ids": int32("token_ids: expected integers", chain.from_iterable(body.token_ids)),
         "offsets": _offsets(lengths),
-        "rows": int32("rows: expected numbers", rows),
+        "rows": int32("rows: expected integers", rows),
     }
     if body.ids is not None:
-        tensors["ids"] = int32("ids: expected as many for every row", chain.from_iterable(body.ids))
+        tensors["ids"] = int32(
+            "ids: expected the same number of integers in every row", chain.from_iterable(body.ids)
+        )
     return tensors
 
 

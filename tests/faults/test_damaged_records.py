@@ -128,7 +128,7 @@ def test_a_half_last_line_is_left_out_with_a_note(run_dir: Path, name: str) -> N
 def test_a_missing_file_is_named_on_the_page(run_dir: Path, name: str) -> None:
     assert notes(run_dir) == []
     (run_dir / name).unlink()
-    assert f"{name} is missing: {OPTIONAL_FILES[name]}." in Page(write_report(run_dir)).text
+    assert f"{name} is missing: the page lacks {OPTIONAL_FILES[name]}." in Page(write_report(run_dir)).text
 
 
 @pytest.mark.parametrize("name", LINE_FILES)

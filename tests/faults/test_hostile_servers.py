@@ -166,7 +166,7 @@ LIES: list[tuple[str, str, str, str]] = [
         "our description",
         '"stillhouse": "0.1.0"',
         '"stillhouse": "9.0", "wire": 7',
-        "format 1, not 7: expected the same",
+        "format is 1, not 7: expected the same",
     ),
 ]
 
@@ -190,5 +190,5 @@ def test_another_version_of_a_server_is_said_and_another_format_is_refused() -> 
     assert other(stillhouse="0.0.9") == (
         f"http://a:1 runs Stillhouse '0.0.9', and this is {__version__}: expected the same version on both sides"
     )
-    with pytest.raises(ValueError, match=rf"runs Stillhouse '9', and this is {__version__}, whose bodies"):
+    with pytest.raises(ValueError, match=rf"runs Stillhouse '9', and this is {__version__}, whose wire"):
         other(stillhouse="9", wire=WIRE_FORMAT + 1, images={"of": "another form"})

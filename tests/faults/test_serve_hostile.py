@@ -188,7 +188,7 @@ def test_a_client_is_not_told_which_paths_exist(writer: Server, folder: Path, tm
     answers = [load_weights(writer, place, "7").json()["error"]["message"] for place in places]
     assert {answer.replace(str(place), "…") for answer, place in zip(answers, places, strict=True)} == {
         "… is no complete version of the weights that this server can read: expected the folder that the run writes "
-        "to, on a file system of both; the server's log says more"
+        "to, on a file system that the run and the server share; see the server's log"
     }
 
 

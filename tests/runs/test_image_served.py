@@ -116,7 +116,7 @@ def move_positions() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], None] | None, str]] = {
-    "no images": (None, r"teacher\.url: data\.train has images, and .* accepts none: .* serve --images"),
+    "no images": (None, r"teacher\.url: data\.train has images, and .* accepts no images: .* serve --images"),
     "a tower that ignores images": (ignore_images, r"teacher\.url: .* ignores images: .* changed by 0"),
     "other positions": (move_positions, r"teacher: .* rotary positions of images are not those of the"),
 }
@@ -266,10 +266,10 @@ BAD: dict[str, tuple[Callable[[Parts], Parts], str]] = {
     ),
     "another grid": (
         changed("image_grid_thw", lambda value: value.flip(1)),
-        "sequence 0: 'image_grid_thw' is not what its processor makes",
+        "sequence 0: 'image_grid_thw' is not what the server's processor makes",
     ),
     "a placeholder fewer": (without_placeholder, "placeholder tokens for images with"),
-    "text within an image": (with_text_between, "the placeholder tokens of picture 1 are not those"),
+    "text within an image": (with_text_between, "picture 1 does not have the placeholder tokens"),
     "no images": (lambda parts: [parts[0], (parts[1][0], None), parts[2]], "sequence 1: token"),
     "images of another document": (
         lambda parts: [(parts[0][0], parts[1][1]), (parts[1][0], parts[0][1]), parts[2]],
@@ -321,14 +321,14 @@ def half_a_list(_: Mapping[str, Any], header: dict[str, Any]) -> None:
 CHANGED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] = {
     "swapped pixels": (swap_pixels, "the images of sequence 1 do not have the hash that was sent with them"),
     "no list": (lambda _, header: header.pop("images"), "images: Input should be a valid array"),
-    "half a list": (half_a_list, "images of 2 sequences: expected an entry for each of 3, or null"),
+    "half a list": (half_a_list, "images for 2 sequences: expected 3 entries"),
     "no sizes": (
         lambda _, header: header["images"][0].update(sizes=[]),
         "images: 0.sizes: List should have at least",
     ),
     "another sequence": (
         lambda tensors, _: tensors.update({"image.2.pixel_values": torch.zeros(1)}),
-        "a tensor 'image.2.pixel_values', which belongs to no sequence with images",
+        "the tensor 'image.2.pixel_values' belongs to no sequence with images",
     ),
 }
 
@@ -345,7 +345,7 @@ def test_damaged_bodies_are_answered_or_refused(server: Server, processor: Image
     assert_survives(server, [("/v1/score", SAFETENSORS, body) for body in bodies], 60, seed=0)
     text = {"prompt": documents_of(processor)[1][0].tolist(), "max_tokens": 1}
     answer = server.client.post("/v1/completions", json=text)
-    assert "stands for features of images, and the sequence has no images" in answer.json()["error"]["message"]
+    assert "is a placeholder of images, but the sequence has no images" in answer.json()["error"]["message"]
     with closing(HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
         connection.putrequest("POST", "/v1/score")
         connection.putheader("Content-Type", SAFETENSORS)

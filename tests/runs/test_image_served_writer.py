@@ -104,7 +104,7 @@ def test_a_server_that_cannot_read_the_prompts_is_refused(folder: Path, tmp_path
     settings["image_processor"]["image_std"] = [0.4, 0.4, 0.4]
     (other / "processor_config.json").write_text(json.dumps(settings))
     servers = {
-        "accepts none: start it with stillhouse serve --images": (folder / "student", "--generate"),
+        "accepts no images: start it with stillhouse serve --images": (folder / "student", "--generate"),
         "has another processor of images than student.model": (other, "--generate", "--images"),
     }
     for message, arguments in servers.items():
@@ -146,7 +146,7 @@ def test_damaged_prompts_with_images_are_refused(server: Server, prompt: tuple[n
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
     text = server.client.post(GENERATE, json={"token_ids": ids.tolist(), "sampling_params": {"max_tokens": 1}})
-    assert "stands for features of images, and the sequence has no images" in text.json()["error"]["message"]
+    assert "is a placeholder of images, but the sequence has no images" in text.json()["error"]["message"]
     body = {"token_ids": ids.tolist(), "sampling_params": {"max_tokens": 2}}
     bodies = [(GENERATE, SAFETENSORS, encode_prompt(body, images))] * 2
     assert_survives(server, bodies, 40, seed=0)

@@ -73,7 +73,7 @@ def test_a_quantized_server_has_the_base_of_a_quantized_student(tmp_path: Path) 
     assert_same_run(tmp_path / "served", tmp_path / "in_process")
     with Server(tmp_path / "student", "--generate") as server:
         ended = run(*served(tmp_path, "plain", server.url), code=1)
-        assert f"its quantization is {kind} there and None here; expected --quantize {kind}" in ended.err
+        assert f"is {kind} in the run and None on the server; expected --quantize {kind}" in ended.err
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_a_server_with_another_base_is_refused_before_the_first_step(tmp_path: P
         assert "has an adapter that was trained on another base than the server's" in ended.err
     with Server(tmp_path / "student", "--generate", "--dtype", "bfloat16") as server:
         ended = run(*served(tmp_path, "rounded", server.url), code=1)
-        assert "it is float32 there and bfloat16 here; expected --dtype float32" in ended.err
+        assert "the dtype is float32 in the run and bfloat16 on the server; expected --dtype float32" in ended.err
 
 
 @pytest.mark.slow

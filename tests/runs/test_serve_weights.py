@@ -160,14 +160,14 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         lambda target: edit(target, lambda manifest: manifest.update(complete=False)),
         "no complete version",
     ),
-    "a tensor is missing": (other_tensors(without_a_tensor), "q_proj.weight' is absent there"),
+    "a tensor is missing": (other_tensors(without_a_tensor), "q_proj.weight' is absent in the folder"),
     "a tensor too many": (
         other_tensors(with_another_tensor),
-        "'model.more' is float32 of shape [1] there and absent in the server",
+        "'model.more' is float32 of shape [1] in the folder and absent in the server",
     ),
     "another shape": (
         other_tensors(lambda tensors, _: tensors.update({TENSOR: tensors[TENSOR][:-1].contiguous()})),
-        "is float32 of shape [63, 48] there and float32 of shape [64, 48] in the server",
+        "is float32 of shape [63, 48] in the folder and float32 of shape [64, 48] in the server",
     ),
     "the manifest lacks a tensor": (
         other_tensors(lambda _, manifest: manifest["tensors"].pop(TENSOR)),
@@ -236,7 +236,7 @@ def test_weights_are_read_below_their_root_alone(folder: Path, published: Path, 
     with Server(folder, "--generate", "--weights-root", str(way_in)) as server:
         for place in (outside, root / "link" / outside.name, root / ".." / beside.name / outside.name, "/nowhere"):
             error = load_weights(server, place, "7").json()["error"]
-            assert error["message"] == f"{place} is not in the folder of this server's --weights-root"
+            assert error["message"] == f"{place} is not inside the folder of this server's --weights-root"
         assert "No such file" in load_weights(server, root / "nowhere", "7").json()["error"]["message"]
         assert [load_weights(server, parent / inside.name, "7").status_code for parent in (root, way_in)] == [200] * 2
 
@@ -339,7 +339,7 @@ def test_a_server_that_comes_back_is_proved_again(tmp_path: Path, monkeypatch: p
         server.restart()
         server.model.change(load=lambda *_, **__: None)
         [future] = engine.generate(requests_of(1))
-        with pytest.raises(ServerError, match="says that it has version 1, and writes with other weights"):
+        with pytest.raises(ServerError, match="says that it has version 1, but generates with other weights"):
             future.result(30)
 
 

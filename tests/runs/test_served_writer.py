@@ -95,10 +95,10 @@ def test_another_tokenizer_is_refused(folder: Path, teacher: Server) -> None:
         tokenizer.add_tokens(["five", "is 5"])
         with pytest.raises(ValueError, match="has another tokenizer than the student"):
             engine.require_tokenizer(tokenizer, TEXT)
-        with pytest.raises(ValueError, match=r"has another tokenizer .*: it makes \d+ ids of a text of \d+"):
+        with pytest.raises(ValueError, match=r"has another tokenizer .*: it makes \d+ ids of a text that has \d+"):
             of_vllm.require_tokenizer(tokenizer, TEXT)
         server.model.change(tokenizes=False)
-        with pytest.raises(ValueError, match="does not tell the server's tokenizer: 404"):
+        with pytest.raises(ValueError, match="does not report the server's tokenizer: 404"):
             of_vllm.require_tokenizer(tokenizer, TEXT)
     with pytest.raises(ValueError, match="SGLang does not report its tokenizer"):
         SglangApi().tokenizer_difference(lambda path, body: pytest.fail(path), None, tokenizer, TEXT)

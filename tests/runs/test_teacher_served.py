@@ -127,7 +127,11 @@ LYING: dict[str, tuple[Callable[[dict[str, Tensor]], None], dict[str, Any], str]
     "shifted hidden states": (shift_rows, {}, "The rows are shifted, or the model is not causal"),
     "shifted ids": (shift_rows, {"teacher.signal": "top_k", "teacher.top_k": 9}, "The rows are shifted"),
     "a lost model": (make_uniform, {}, "gives the same hidden state for every token: it has lost"),
-    "a uniform teacher": (make_uniform, {"teacher.signal": "top_k", "teacher.top_k": 9}, "the teacher is uniform"),
+    "a uniform teacher": (
+        make_uniform,
+        {"teacher.signal": "top_k", "teacher.top_k": 9},
+        "its distributions are uniform",
+    ),
     "NaN": (put_nan, {}, "5 answers could not be used; the last one: 'hidden' is not finite in the answer"),
     "fewer ids": (
         lambda tensors: tensors.update(ids=tensors["ids"][:, :5], log_probs=tensors["log_probs"][:, :5]),
@@ -182,7 +186,7 @@ def test_another_tokenizer_template_or_end_is_refused(folder: Path, tmp_path: Pa
 def test_a_wrong_token_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     headers = {"Authorization": "Bearer right"}
     with Server(folder / "teacher", environment={"STILLHOUSE_TOKEN": "right"}, headers=headers) as started:
-        with pytest.raises(ConfigError, match=r"/v1/info answers 401: expected 200, with the right token"):
+        with pytest.raises(ConfigError, match=r"/v1/info answers 401: expected 200; check the bearer token"):
             session_of(folder, cached=True, **{"teacher.url": started.url})
         monkeypatch.setenv("STILLHOUSE_TOKEN", "right")
         session_of(folder, cached=True, **{"teacher.url": started.url}).close()

@@ -73,7 +73,7 @@ def test_compared_runs_of_one_name_get_their_parents(tmp_path):
 def test_compare_refuses_the_run_itself_and_too_many(run_dir, tmp_path):
     with pytest.raises(ValueError, match="given twice"):
         write_report(run_dir, [run_dir / ".." / run_dir.name])
-    with pytest.raises(ValueError, match="got 8 runs to compare; at most 7"):
+    with pytest.raises(ValueError, match="got 8 runs to compare: expected at most 7"):
         write_report(run_dir, [tmp_path / str(index) for index in range(8)])
     with pytest.raises(ValueError, match=r"nowhere contains no run: it has no metrics\.jsonl"):
         write_report(run_dir, [tmp_path / "nowhere"])

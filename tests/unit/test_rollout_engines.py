@@ -153,9 +153,9 @@ TIED = {"is_tied": True}
         ({}, Sampling(8, temperature=2.0), {}, f"{BEFORE} 2"),
         ({}, Sampling(8, temperature=0.0), {}, ""),
         ({"after_temperature": True}, Sampling(8, temperature=0.7, top_k=5), {}, ""),
-        ({"device": "cpu"}, Sampling(8), TIED, "is a vLLM on a CPU.*keeps the first output head"),
+        ({"device": "cpu"}, Sampling(8), TIED, "is a vLLM on a CPU.*does not update an output head"),
         ({"device": "cuda"}, Sampling(8), TIED, ""),
-        ({"device": None}, Sampling(8), TIED, "tell"),
+        ({"device": None}, Sampling(8), TIED, "report"),
     ],
 )
 def test_a_vllm_that_gives_other_log_probabilities_is_refused(
@@ -191,7 +191,7 @@ def test_a_run_with_a_tied_student_is_refused_before_its_first_step(tmp_path: Pa
 def test_a_model_that_proves_nothing_is_refused(student: Student, server: StubServer) -> None:
     with torch.no_grad():
         server.model.model.get_output_embeddings().weight.zero_()
-    with pytest.raises(ValueError, match="it cannot be proved which log-probabilities it gives"):
+    with pytest.raises(ValueError, match="its kind of log-probabilities cannot be proved"):
         engine_of(server)
 
 
@@ -214,7 +214,7 @@ def test_what_is_not_published_is_refused(student: Student, server: StubServer) 
         with pytest.raises(ValueError, match="expected update_weights first"):
             engine.generate(requests_of(1))
         for folder, message in (
-            (None, "expected the one that was published"),
+            (None, "expected the folder of a published version"),
             (student.folder / "model", "is no complete version of the weights"),
             (student.published(2), "holds version 2: expected 1"),
         ):

@@ -49,7 +49,7 @@ def test_a_teachers_server_gets_the_token_of_its_section(
     monkeypatch.setenv("TEACHER", "token-of-teacher")
     with hostile_server(body(b"", status=401)) as (url, headers):
         teacher = TeacherConfig(url=url, token_variable=variable, timeout=5.0)
-        with pytest.raises(ValueError, match="answers 401: expected 200, with the right token") as caught:
+        with pytest.raises(ValueError, match="answers 401: expected 200; check the bearer token") as caught:
             connect(teacher, 1.0)
         assert sent(headers) == {f"Bearer {SECRET if variable is None else 'token-of-teacher'}"}
         assert SECRET not in str(caught.value)

@@ -148,7 +148,9 @@ def test_wrong_scores_of_chosen_ids_are_refused(
 
     save = np.save
     monkeypatch.setattr(np, "save", saved)
-    message = {"shifted": "scores chosen ids otherwise than", "few": "expected one number for each"}.get(wrong, "")
+    message = {"shifted": "gives chosen ids other log-probabilities than", "few": "expected one number for each"}.get(
+        wrong, ""
+    )
     with pytest.raises(ConfigError, match=f"teacher.url: .*{message}"):
         session_of(folder, cached=True, **settings | CHOSEN)
 
@@ -161,7 +163,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "gives top_k only at temperature 1, whatever it is asked for; the objective has temperature 2",
     ),
     "a cap below K": ({}, {"teacher.signal": "top_k", "teacher.top_k": 65}, "greater than max allowed: 64"),
-    "hidden states without the head": ({}, {}, "teacher.model: is missing: hidden states from vllm need"),
+    "hidden states without the head": ({}, {}, "teacher.model: is missing: the signal hidden from vllm needs"),
     "samples": (
         {},
         {"teacher.signal": "sampled"},
@@ -170,7 +172,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "chosen ids without the size of the vocabulary": (
         {},
         CHOSEN,
-        "teacher.model: is missing: ids that the student chooses for vllm need",
+        "teacher.model: is missing: the signal chosen from vllm needs",
     ),
     "a vllm that scores no chosen ids": (
         {"scores_ids": False},
@@ -181,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "an engine without a tokenizer and without the model": (
         {"tokenizes": False},
         TOP_K,
-        "does not tell its tokenizer",
+        "does not report its tokenizer",
     ),
 }
 
@@ -200,7 +202,7 @@ def test_what_vllm_cannot_give_is_refused(folder: Path, case: str) -> None:
 
 def test_an_engine_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     foreign = save_model(tmp_path / "other", "qwen3", text=("zebra quagga zebra quagga okapi okapi",) * 9)
-    message = r"has another tokenizer than the student: it makes \d+ ids of a text of \d+"
+    message = r"has another tokenizer than the student: it makes \d+ ids of a text that has \d+"
     with stub_server(Vllm, foreign) as server, pytest.raises(ConfigError, match=message):
         session_of(folder, cached=True, **{"teacher.url": server.url}, **TOP_K)
 
@@ -288,7 +290,7 @@ def test_the_cross_entropy_of_a_few_ids_is_near_that_of_all(sharpness: float) ->
     exact = -float(log_probs_NV.gather(1, tokens[1:, None]).mean())
     (words,) = signal_proof._cross_entropy(probes, answers, None, 251)
     assert words.startswith("cross-entropy about ")
-    assert words.endswith(" nats per token, 5.53 if it knew nothing")
+    assert words.endswith(" nats per token, 5.53 if it were uniform")
     estimate = float(words.split()[2])
     # the mean of log p over the other tokens is at most the log of their mean
     assert exact - 5 < estimate < exact + 0.01

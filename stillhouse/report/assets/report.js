@@ -1,4 +1,4 @@
-// The interactive parts of the page: charts that share one cursor, their settings, and the figures of a held-out token.
+// The interactive parts of the page: charts that share one cursor, their settings, and the values of a held-out token.
 "use strict";
 (() => {
   let data;
@@ -112,7 +112,7 @@
   };
 
   // The x axis has whole steps, the same in every chart. The y axis is as wide as its labels. A logarithmic axis has
-  // marks at powers of ten; if it spans less than two of them, also at 2 and 5.
+  // marks at powers of ten; if it spans less than two powers, also at 2 and 5 times these powers.
   let lastStep = 1;
   const steps = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7].flatMap((power) => [power, 2 * power, 5 * power]);
   const widest = (plot, labels) => 12 + Math.max(3, ...(labels || []).map((label) => label.length)) * 6.3;

@@ -32,7 +32,7 @@
       const failed = !answer.ok && answer.status !== 304;
       say(failed ? "The report cannot be read at present: " + (await answer.text()) : "Live: this page follows the run.", failed);
     } catch {
-      say("`stillhouse report --watch` has ended; this page stays as it is.", true);
+      say("`stillhouse report --watch` has ended; this page is no longer updated.", true);
     }
     setTimeout(ask, EVERY);
   };

@@ -1,8 +1,8 @@
 """Sends one request to a server, which may be broken or hostile, and reads its answer.
 
-An answer is a limited number of bytes. A charset in its headers is ignored, and a compressed answer is refused.
-Invalid content raises a ValueError, and text for messages has no control characters. A server may repeat the bearer
-token of a request, so the token is replaced in everything that the server sends.
+The number of bytes of an answer is limited. A charset in its headers is ignored, and a compressed answer is refused.
+Invalid content raises a ValueError, and text for messages has no control characters. An answer may repeat the bearer
+token of the request, so the token is replaced in everything that the server sends.
 """
 
 import reprlib
@@ -20,11 +20,11 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 #: the maximum number of bytes of an answer that describes the server
 MOST_BYTES = 16 * 2**20
-#: a log-probability in JSON: NaN and infinity are no log-probabilities; rounding may put one slightly above 0
+#: a log-probability in JSON. NaN and +∞ are refused, but not −∞; because of rounding, a value may be slightly above 0
 LogProb = Annotated[float, Field(le=1e-3)]
 #: a size in a server's description, such as the number of rows of the head
 Size = Annotated[int, Field(ge=1, lt=2**31)]
-#: the maximum number of characters that a message quotes of an answer, and of a value in an answer
+#: the maximum number of characters that a message quotes from an answer, and from one value of an answer
 _SHOWN, _SHOWN_VALUE = 500, 100
 #: shorter bearer tokens are not replaced in answers, because an answer may contain the same characters by chance
 _LEAST_TOKEN = 8
@@ -50,7 +50,7 @@ class HttpAnswer:
 
     @property
     def text(self) -> str:
-        """The body as UTF-8, whatever its headers say. It may have control characters, so messages use `message`."""
+        """The body as UTF-8, whatever charset the headers name. Unlike `message`, it may have control characters."""
         return self.content.decode(errors="replace")
 
     @property
@@ -64,15 +64,18 @@ class HttpAnswer:
         return escaped(text.strip())[:_SHOWN]
 
     def json(self) -> Any:
-        """Raises ValueError if the body is not JSON, has more than 200 levels, or a number of over 4,300 digits."""
+        """Parse the body. Raises ValueError unless it is JSON with at most 200 levels and 4,300 digits per number."""
         try:
             return from_json(self.content)
         except ValueError as error:
-            raise ValueError(f"{self.url} gives no JSON: {error}") from error
+            raise ValueError(f"{self.url} does not answer with JSON: {error}") from error
 
 
 class HttpClient:
-    """Sends requests to servers. token: the bearer token. seconds: the time limit for each part of an answer."""
+    """Sends requests to servers. token: the bearer token.
+
+    seconds: the time limit for each read or write. connect_seconds: the time limit for a connection.
+    """
 
     def __init__(self, token: str | None, seconds: float, connect_seconds: float):
         self._token = token if token is not None and len(token) >= _LEAST_TOKEN else None
@@ -87,8 +90,8 @@ class HttpClient:
     async def send(
         self, server: str, path: str, content: bytes | None, content_type: str, most_bytes: int
     ) -> HttpAnswer:
-        """Post the content, or send a GET request if it is None. Redirects are not followed, so that no other server
-        gets the token.
+        """Post `content`, or send a GET request if `content` is None. Redirects are not followed, so that no other
+        server gets the token.
 
         Raises NoAnswerError for an incomplete answer, and ValueError for an answer that is too long or encoded.
         """
@@ -101,7 +104,9 @@ class HttpClient:
             try:
                 encoding = response.headers.get("content-encoding", "identity")
                 if encoding != "identity":
-                    raise ValueError(f"an answer with the encoding {self._hidden(encoding)[:40]!r}: expected none")
+                    raise ValueError(
+                        f"an answer with the encoding {self._hidden(encoding)[:40]!r}: expected identity"
+                    )
                 content_read = bytearray()
                 async for part in response.stream:
                     content_read += part
@@ -110,7 +115,7 @@ class HttpClient:
             finally:
                 await response.stream.aclose()
         except httpx2.InvalidURL as error:
-            raise ValueError(f"{server}{path} is no address: {error}") from error
+            raise ValueError(f"{server}{path} is not a valid URL: {error}") from error
         except httpx2.HTTPError as error:
             raise NoAnswerError(self._hidden(first_line(error))) from error
         answer_headers = {name: self._hidden(value) for name, value in response.headers.items()}
@@ -127,7 +132,7 @@ class HttpClient:
 
 
 def bytes_of_json(values: int, per_value: int = 512) -> int:
-    """The most bytes of an answer in JSON. values: the number of values, each with at most `per_value` bytes."""
+    """Return the size limit of a JSON answer. values: the number of values, each with at most `per_value` bytes."""
     return 2**20 + per_value * values
 
 

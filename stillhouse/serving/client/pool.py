@@ -2,7 +2,7 @@
 
 If a server cannot answer a request, the request is sent to another server. After a failure, a server gets no requests
 for a pause, which grows with every failure. Every request ends with an answer or with an error: each attempt and the
-whole wait have time limits. A server cannot extend them by slow bytes, informational answers or Retry-After.
+whole wait have time limits. A server cannot extend these limits by slow bytes, informational answers or Retry-After.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 MAX_BAD_ANSWERS = 5
 #: seconds without an answer before a line is printed about the wait
 QUIET_SECONDS = 2.0
-#: statuses after which a request is repeated: the server is overloaded, restarts or has lost its backend; or it could
-#: not process the request
+#: statuses after which a request is repeated. `_BUSY`: the server is overloaded, restarts or has lost its backend.
+#: `_BROKEN`: the server could not process the request
 _BUSY, _BROKEN = frozenset({408, 425, 429, 502, 503, 504}), 500
 _GIVEN_UP = "the request was given up, because the run ends"
 
@@ -74,7 +74,8 @@ class ServerRequest(Generic[T]):
     attempt, in another thread if `is_slow`.
     parse: turns an answer into a result; raises ValueError for a damaged answer.
     statuses: the statuses of answers that `parse` reads.
-    tokens: the request's size. most_bytes: the limit of an answer's size.
+    tokens: the number of tokens; the pool prefers the server with the fewest tokens in progress.
+    most_bytes: the maximum number of bytes of an answer.
     absent: advice for the user if the server does not know the path (404).
     """
 
@@ -93,8 +94,9 @@ class ServerRequest(Generic[T]):
 class Server:
     """A server and its state.
 
+    calls, tokens: the number of requests in progress, and of their tokens.
     held: whether the server gets no requests. error: the reason if the server is given up.
-    limits: the time limits of the requests in progress, each with the later end to which it is extended when the
+    limits: for each request in progress, its time limit and the later time to which the limit is extended when the
     server answers another request.
     is_failing: whether the server has failed and has not answered since then.
     """
@@ -111,7 +113,7 @@ class Server:
     limits: dict[asyncio.Timeout, float] = field(default_factory=dict)
 
     def pause(self, seconds: float | None) -> None:
-        """Send no requests for these `seconds`, or, if None, for a time that doubles after every failure."""
+        """Send no requests for this number of seconds. None: for a time that doubles after every failure."""
         now = time.monotonic()
         if now < self.paused_until:  # another request has reported the same failure
             return
@@ -143,7 +145,7 @@ class ServerPool:
     """The servers of one model. All methods may be called from several threads.
 
     timeout: requests fail if no server has answered for this number of seconds.
-    warn: prints a line when a server fails, or answers again. token: the servers' bearer token.
+    warn: prints a line when a server fails, or answers again after a failure. token: the servers' bearer token.
     model, key: for messages, the name of the servers' model, and the key of the configuration with the timeout.
     answer_seconds: the limit for one answer, from the connection to the end of parsing. If it is None, the limit is a
     quarter of the timeout. in_flight: the maximum number of requests that one server gets at a time.
@@ -203,7 +205,7 @@ class ServerPool:
 
         patience: the seconds after which the function raises UnreachableError. If it is None, the pool's timeout is
         used.
-        most_bytes: the limit of an answer's size.
+        most_bytes: the maximum number of bytes of an answer.
         """
         root, seconds = url.rstrip("/"), self.timeout if patience is None else patience
         return lambda path, body: self._wait(lambda: self._ask(root, path, body, seconds, most_bytes))
@@ -293,7 +295,7 @@ class ServerPool:
                 return result
             finally:
                 server.calls, server.tokens = server.calls - 1, server.tokens - call.tokens
-            # at most half of the remaining time, so that one more attempt is possible
+            # the pause is at most half of the remaining time, so that one more attempt is possible
             server.pause(None if problem.pause is None else min(problem.pause, wait.left / 2))
             if problem.pause is None:
                 self._announce(server, str(problem))
@@ -307,8 +309,8 @@ class ServerPool:
                 raise ServerError(f"no server can process a request; {wait.problem}")
 
     async def _free_server(self, wait: "_Wait") -> Server:
-        """Wait until a server is neither paused, held nor full, and return it. If there are several, return the one
-        with the fewest tokens in progress; among equals, the one whose last answer is oldest.
+        """Wait until a server is neither paused, held nor full, and return it. If there are several such servers,
+        return the server with the fewest tokens in progress; among equals, the server whose last answer is oldest.
 
         Raises ServerError if all servers are given up, or if none has answered in time.
         """
@@ -317,7 +319,7 @@ class ServerPool:
             working = [server for server in servers if server.error is None]
             if not working:
                 raise ServerError(str(servers[0].error)) from servers[0].error
-            # all servers are held while weights are loaded on them; loading has a time limit itself (train.timeout)
+            # all servers are held while weights are loaded on them; loading has its own time limit (train.timeout)
             if wait.left < 0 and not all(server.held for server in working):
                 silent = f"no server of the {self._model} has answered for {wait.seconds:g} seconds"
                 raise ServerError(f"{silent} ({self._key}); {wait.problem}")
@@ -332,7 +334,10 @@ class ServerPool:
             await asyncio.sleep(min([0.02, *waits]))
 
     async def _attempt(self, server: Server, call: ServerRequest[T], seconds: float, silent_seconds: float) -> T:
-        """seconds: the limit of the attempt. silent_seconds: the limit while the server answers no other request."""
+        """Send a request to one server once, and return the parsed answer.
+
+        seconds: the time limit. silent_seconds: the time limit if the server answers no other request meanwhile.
+        """
         content = call.content
         if not isinstance(content, bytes):
             content = await asyncio.to_thread(content, server.url) if call.is_slow else content(server.url)

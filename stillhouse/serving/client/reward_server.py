@@ -23,9 +23,9 @@ class RewardServer:
     """The user's server at `url`.
 
     name: the name of the reward in error messages.
-    timeout: rewards raise ServerError if the server has not answered for this number of seconds. It is also the limit
-    for one answer.
-    warn: prints a line when the server fails, or answers again. token: the server's bearer token.
+    timeout: the future of a reward raises ServerError if the server has not answered for this number of seconds. A
+    single answer has the same limit.
+    warn: prints a line when the server fails, or answers again after a failure. token: the server's bearer token.
     """
 
     def __init__(self, url: str, name: str, timeout: float, warn: Callable[[str], None], token: str | None = None):
@@ -63,7 +63,7 @@ class RewardServer:
 
         def resolve(answer: "Future[float]") -> None:
             if answer.cancelled():
-                named.set_exception(ServerError(f"{self._name} was given up, because the run ends"))
+                named.set_exception(ServerError(f"the request to {self._name} was given up, because the run ends"))
                 return
             error = answer.exception()
             if isinstance(error, RefusedError):

@@ -27,11 +27,11 @@ from stillhouse.serving.client.server_api import Published, ServerApi, VersionSp
 
 #: the most requests that one server gets at a time; the server batches as many as it can and queues the others
 IN_FLIGHT = 256
-#: the same limit for requests with images, which are large
+#: the same limit if prompts may have images, because such requests are large
 IMAGES_IN_FLIGHT = 16
-#: seconds for which the end of a run waits until servers have dropped its adapter
+#: the maximum number of seconds that a run waits at its end until the servers have dropped its adapter
 SECONDS_TO_DROP = 2.0
-#: the version of a server whose weights have become unknown since the server was chosen for a request
+#: stands for the version of a server whose weights have become unknown since the server was chosen for a request
 UNKNOWN_WEIGHTS = Published(-1, Path(), "", "model")
 #: the most bytes of a token in an answer: its text, its bytes, its log-probability and perhaps its version
 COMPLETION_TOKEN_BYTES = 4096
@@ -40,21 +40,24 @@ COMPLETION_TOKEN_BYTES = 4096
 class ServedEngine:
     """Servers of one kind that generate the student's completions (a RemoteEngine).
 
-    vocabulary: the number of rows of the student's head. Ids outside the vocabulary are not accepted from a server,
-        and not sent, because vLLM would end.
-    timeout: futures raise ServerError if no server has answered for these seconds. It is also the limit per answer.
-    warn: is called with a line when a server fails or answers again. token: the servers' bearer token.
+    vocabulary: the number of rows of the student's head. An answer with an id outside the vocabulary is refused. A
+        prompt with such an id is not sent, because vLLM would end.
+    timeout: futures raise ServerError if no server has answered for this number of seconds. A single answer has the
+        same limit.
+    warn: prints a line when a server fails, or answers again after a failure. token: the servers' bearer token.
     update_timeout: a server that has not loaded new weights after these seconds counts as unreachable.
-    keep_weights: whether the servers keep their own weights, such as a teacher's. Otherwise `update_weights` must be
+    keep_weights: whether the servers keep their own weights, such as a teacher's. If False, `update_weights` must be
         called before `generate`.
     probes: prompts that each server completes after it has loaded weights (see `weights.probed`).
-    processor: the processor of the prompts' images. image_prompts: the prompts that must fit the servers' limits.
-    run: the identity of the run whose published weights are accepted. If it is empty, those of any run are accepted.
-        Adapters that an earlier process of this run has left on the servers are dropped.
-    other_samplings: samplings of single requests. The log-probabilities are also proved for them.
+    processor: the processor of the prompts' images. image_prompts: the prompts that are checked against the servers'
+        limits for images; None skips this check.
+    run: the identity of the run whose published weights are accepted; "" accepts the weights of any run. Adapters
+        that an earlier process of this run has left on the servers are dropped.
+    other_samplings: the samplings that single requests have instead of `sampling`. The servers' log-probabilities are
+        also proved for these samplings.
 
-    Raises ValueError for a server whose log-probabilities cannot be used for training. With keep_weights, the
-    log-probabilities are not checked, but all servers must have the same weights.
+    Raises ValueError for a server whose log-probabilities cannot be used for training. With `keep_weights`, the
+    log-probabilities are not checked; instead, ValueError is raised if the servers have different weights.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class ServedEngine:
     ) -> list[Future[Completion]]:
         """Request completions, and return at once. Raises ValueError for ids outside the vocabulary.
 
-        inbox: also receives the completions and the errors of the futures.
+        inbox: also receives (number of the request, completion or error) for each future.
         """
         newest = self.weights.newest
         if newest is None:
@@ -134,11 +137,11 @@ class ServedEngine:
         """Load a published version on all servers in parallel, and prove that they generate with it. A server that
         does not answer gets the version when it answers again.
 
-        Raises ServerError if no server answers, or if a server reports that it cannot load the version. This server
-        then stays paused.
+        Raises ServerError if no server answers, or if a server reports that it cannot load the version. Such a server
+        stays paused.
         """
         if folder is None:
-            raise ValueError("servers read weights from a folder: expected the one that was published")
+            raise ValueError("servers read weights from a folder: expected the folder of a published version")
         folder = folder.resolve()
         with published_folder(folder) as content:
             manifest, sha256 = content.manifest, content.sha256
@@ -147,7 +150,7 @@ class ServedEngine:
         if self._run and manifest.run != self._run:
             raise ValueError(
                 f"{folder} holds weights of the run '{escaped(manifest.run)}', not of this run '{self._run}': "
-                "expected a folder to which nobody else writes"
+                "expected a folder to which no other run writes"
             )
         label = f"{self._prefix}-{version}-{len(self.weights.versions)}"
         self.weights.update_all(Published(version, folder, label, manifest.kind, sha256))
@@ -165,8 +168,8 @@ class ServedEngine:
         ids = request.prompt_ids
         if len(ids) == 0 or ids.min() < 0 or ids.max() >= self._vocabulary:
             raise ValueError(
-                f"completion {request.number}: its prompt has {len(ids)} tokens, expected at least one, each from 0 "
-                f"to {self._vocabulary - 1}"
+                f"completion {request.number}: its prompt has {len(ids)} tokens; expected at least one token, and "
+                f"ids from 0 to {self._vocabulary - 1}"
             )
         sampling = self._sampling if request.sampling is None else request.sampling
         limit = sampling.max_new_tokens
@@ -197,8 +200,10 @@ class ServedEngine:
     def _completion(
         self, response: HttpAnswer, server: ServerState, published: Published, sampling: Sampling, limit: int
     ) -> Completion:
-        """published: the server's version when the request was sent. Raises ValueError for a damaged answer, and
-        AskAgainError for an answer that the server has generated with other weights than the student's.
+        """Return the completion of an answer. published: the server's version when the request was sent.
+
+        Raises ValueError for a damaged answer, and AskAgainError for an answer that the server has generated with
+        other weights than the student's.
         """
         adapter = self.weights.adapter_of(published)
         if response.status != 200:
@@ -220,12 +225,12 @@ class ServedEngine:
         answer.require(sampling, limit, self._vocabulary)
         server.restored = 0
         completion = answer.completion(versions_N)
-        # SGLang reports "length" if the last possible token is an end of sequence
+        # SGLang reports "length" if the last token within the limit is an end of sequence
         return replace(completion, finish="stop") if answer.ids[-1] in sampling.eos_ids else completion
 
 
 def token_versions(spans: Sequence[VersionSpan], versions: dict[str, int], count: int) -> np.ndarray | None:
-    """The version of each of the `count` tokens, or None if `versions` lacks the label of a span.
+    """Return the version of each of the `count` tokens, or None if `versions` lacks the label of a span.
 
     Raises ValueError unless the spans cover all tokens in order.
     """

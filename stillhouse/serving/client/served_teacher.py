@@ -54,24 +54,25 @@ SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 #: with teacher.prove=auto, a local model with at most this many bytes of weights is compared with the servers
 SMALL = 2**30
 
-#: the signals that need files of the teacher, and the messages that name these files
+#: for each signal that needs files of the teacher, the message that tells why
 _NEEDS_MODEL = {
-    "hidden": "hidden states from {name} need the teacher's output head",
-    "chosen": "ids that the student chooses for {name} need the size of the teacher's vocabulary",
+    "hidden": "the signal hidden from {name} needs the teacher's output head",
+    "chosen": "the signal chosen from {name} needs the size of the teacher's vocabulary",
 }
 #: allowed file names: no paths, no files with code, and no formats that a loader would unpickle
 _ALLOWED = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(json|txt|model|jinja|safetensors)")
 
 #: the most files of a teacher, and the most bytes of a file other than the head, such as a large tokenizer
 MOST_FILES, MOST_FILE_BYTES = 100, 256 * 2**20
-#: the most bytes of requests that are sent before the client waits for answers; requests with images are large
+#: the number of bytes of requests after which the client waits for answers; requests with images are large
 BYTES_AT_A_TIME = 128 * 2**20
 
 
 class RemoteSignals(SignalStore):
     """The signals of a teacher on one or several servers.
 
-    width: E, the teacher's width; 0 if it is unknown and not needed. vocabulary: the number of rows of its head.
+    width: E, the teacher's width; 0 if it is unknown and not needed.
+    vocabulary: the number of rows of the teacher's head; None if it is unknown.
     proof: the proof of the servers. It is repeated on all working servers before every `prove_every`-th read, or
     never if `prove_every` is 0. If answers do not contain the teacher's hash, the proof is also repeated on each
     server that answers again after a failure.
@@ -135,7 +136,7 @@ class RemoteSignals(SignalStore):
             if server.images is not None and server.images.positions != expected:
                 raise ValueError(
                     f"{server.url}: its rotary positions of images are not those of the student: expected a model of "
-                    "its family"
+                    "the student's family"
                 )
 
     def read(self, documents: Sequence[DocumentRows]) -> Scores:
@@ -184,7 +185,7 @@ class RemoteSignals(SignalStore):
 
         scores: Scores = []
         calls = iter(self.api.calls(self.servers[0], wanted, self.width, documents))
-        while True:  # requests with images may be large
+        while True:  # in groups, because requests with images may be large
             group, size = list[ServerRequest[Scores]](), 0
             for call in calls:
                 group.append(replace(call, parse=partial(checked, call)))
@@ -201,7 +202,10 @@ class RemoteSignals(SignalStore):
 
 
 def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
-    """Return the folder of the teacher's files. Raises ValueError if a file does not have the hash in `info`."""
+    """Download the teacher's files unless they are in the cache, and return their folder.
+
+    Raises ValueError if the server offers other files, or if a file does not have the hash in `info`.
+    """
     only = "expected configuration, tokenizer and head only"
     if len(info.files) > MOST_FILES:
         raise ValueError(f"{info.url} offers {len(info.files):,} files: {only}")
@@ -238,7 +242,7 @@ def connect(teacher: TeacherConfig, temperature: float, section: str = "teacher"
     """Request the servers' descriptions, and get the files of the teacher that the run needs: the configuration, the
     tokenizer and, for hidden states, the files of the output head.
 
-    temperature: the temperature of the teacher's divergence.
+    temperature: the temperature of the objective for this teacher.
     section: the teacher's section of the configuration.
     Raises ConfigError if the servers have different teachers or cannot give the signal. Raises ServerError if a
     server does not answer.
@@ -272,7 +276,7 @@ def connect(teacher: TeacherConfig, temperature: float, section: str = "teacher"
 
 @contextmanager
 def _section_errors(section: str) -> Iterator[None]:
-    """Convert errors to errors of the key `model` if files of the teacher are missing, otherwise of the key `url`."""
+    """Convert errors to ConfigErrors: of the key `model` if files of the teacher are missing, else of `url`."""
     try:
         with as_config_error(f"{section}.url", NeedsModelError):
             yield
@@ -291,7 +295,7 @@ def _connected(
     api = next((api for api in apis if teacher.api != "auto" or api.recognises(pool.asker(urls[0]))), None)
     if api is None:
         names = ", ".join(kind.name for kind in kinds)
-        raise ValueError(f"{urls[0]} is not a server that is known here: expected {names}")
+        raise ValueError(f"{urls[0]} is not a server of a known kind: expected {names}")
     for url in urls:
         if other := api.other_version(pool.asker(url)):
             log_rank0(f"warning: {other}")
@@ -325,8 +329,8 @@ def _connected(
 def _require_signal(
     api: ServerApi, servers: Sequence[ServerInfo], teacher: TeacherConfig, temperature: float
 ) -> None:
-    """Raise ValueError unless all servers have the same teacher and give the signal. Teachers without a hash are
-    compared by their names.
+    """Raise ValueError unless all servers have the same teacher and give the signal. If the servers report no
+    hash of their teacher, the names of the teachers are also compared.
     """
     first, same = servers[0], ("identity", "vocabulary", "width", "dtype", "files")
     for server, name in product(servers[1:], same if first.identity is not None else (*same, "model")):
@@ -349,7 +353,7 @@ def _require_signal(
     if teacher.signal != "hidden" and not api.kind.any_temperature and temperature != 1.0:
         raise ValueError(
             f"{api.kind.name} gives {teacher.signal} only at temperature 1, whatever it is asked for; the objective "
-            f"has temperature {temperature:g}: expected the signal hidden, which gives every temperature"
+            f"has temperature {temperature:g}: expected the signal hidden, which has no temperature"
         )
 
 

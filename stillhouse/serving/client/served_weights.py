@@ -29,20 +29,20 @@ from stillhouse.serving.client.server_api import Answer, Published, ServerApi, r
 
 #: seconds for which an update waits for an unreachable server, before the run continues with the other servers
 PATIENCE = 10.0
-#: the maximum number of times in a row that a server may answer with other weights
+#: the maximum number of times in a row that a server may answer with other weights than it should have
 MAX_RESTORES = 10
 #: the maximum number of tokens of a probe's completion
 PROBE_TOKENS = 8
 _AGAIN = (
-    "other weights again and again: expected a server that does not restart repeatedly, and no other job that "
-    "gives it weights"
+    "other weights again and again: expected a server that does not restart repeatedly, and on which no other job "
+    "loads weights"
 )
 _GREEDY = Sampling(1, temperature=0.0)
 #: prompts; the log-probabilities of the top tokens after them identify a model, and depend on the server's options
 _PROMPTS = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (47, 53), (59, 61, 67), (71,))
-#: the number of requested top tokens; the gap from the first to the fifth is wider than the gap to the second
+#: the number of requested top tokens. Gaps are measured from the first to the last of them, where they are wide
 _TOP = 5
-#: in nats: two options whose log-probabilities would differ by less cannot be distinguished
+#: the smallest difference of log-probabilities, in nats, by which two options of a server can be distinguished
 _LEAST_DIFFERENCE = 0.02
 
 T = TypeVar("T")
@@ -87,9 +87,10 @@ class ServedWeights:
     """The weights on servers.
 
     versions: version numbers by label. newest: the version that all servers should have.
-    samplings: the samplings of all requests. keep: whether the servers keep their own weights. If so, top_tokens are
-    the top tokens after `_PROMPTS`. run_prefix: the beginning of the names of this run's adapters; "" if it is
-    unknown. The other arguments are those of `ServedEngine`.
+    samplings: the samplings of all requests. keep: whether the servers keep their own weights.
+    top_tokens: the top tokens after `_PROMPTS` if `keep` is true, otherwise empty.
+    run_prefix: the beginning of the names of this run's adapters; "" if it is unknown.
+    The other arguments are those of `ServedEngine`.
     """
 
     pool: ServerPool
@@ -114,13 +115,13 @@ class ServedWeights:
 
     @property
     def probed(self) -> dict[str, tuple[Completion, ...]]:
-        """The completions of the probes by the servers that have the newest version, by the server's URL."""
+        """The completions of the probes of each server that has the newest version, by its URL."""
         newest = self.newest and self.newest.label
         probes = {url: server.probe for url, server in self.servers.items()}
         return {url: probe.completions for url, probe in probes.items() if probe.label == newest}
 
     def set_proved(self, url: str, most: float) -> None:
-        """Record that this server has the newest weights. Servers that load this version later must give the same top
+        """Record that this server's probe is proved. Servers that load the same version later must give the same top
         tokens, with log-probabilities that differ by at most `most` nats.
         """
         self._proved = self.servers[url].probe, most
@@ -142,8 +143,8 @@ class ServedWeights:
                     self.api.forget(ask, name)
                 if earlier and (left := set(earlier).intersection(self.api.adapters(ask))):
                     self.warn(
-                        f"{server.url} does not drop {len(left)} adapters of an earlier start of this run, which "
-                        f"take its memory: {', '.join(sorted(left))}"
+                        f"{server.url} keeps {len(left)} adapters of an earlier process of this run, which take its "
+                        f"memory: {', '.join(sorted(left))}"
                     )
             if self.keep:
                 self._keep_weights(server)
@@ -154,7 +155,7 @@ class ServedWeights:
                     self._require_log_probs(server, sampling)
 
     def update_all(self, published: Published) -> None:
-        """See `ServedEngine.update_weights`."""
+        """Load a version on all servers, as `ServedEngine.update_weights` describes."""
         assert not self.keep, "these servers keep their weights"
         before, end = self.newest, time.monotonic() + self.update_timeout
         self.versions[published.label], self.newest = published.version, published
@@ -174,8 +175,8 @@ class ServedWeights:
         return published.label if published.kind == "adapter" and self.api.names_adapters else None
 
     def restore(self, server: ServerState, published: Published) -> None:
-        """Begin to load the newest version on a server. If `keep` is true, give the server up instead. Does nothing
-        if the server has already loaded a version after `published`.
+        """Begin to load the newest version on a server. If `keep` is true, give the server up instead. Do nothing if
+        the version of the server is no longer `published`, or while another thread loads weights on it.
         """
         if not server.lock.acquire(blocking=False):
             return  # another thread is loading weights on this server
@@ -191,7 +192,9 @@ class ServedWeights:
             self.warn(str(error))
             server.address.hold(error)
         else:
-            self.warn(f"the student's server {server.url} has other weights than it was given, and loads them again")
+            self.warn(
+                f"the student's server {server.url} has other weights than the run has loaded: they are replaced"
+            )
             self._update_later(server)
 
     def forget(self, published: Published | None, seconds: float = 0.0) -> None:
@@ -243,10 +246,10 @@ class ServedWeights:
 
     def _require_log_probs(self, server: ServerState, sampling: Sampling) -> None:
         """Raise ValueError unless the server's log-probabilities are computed after the temperature and over the full
-        vocabulary, as training needs. Options of a server change this, and its answers do not show the options.
+        vocabulary, as training needs. This depends on options of a server that its answers do not show.
 
         The gap between the first and the last top token must be the gap at temperature 1, divided by the temperature.
-        If a request has top_k=2 and the server normalises over two tokens, the first log-probability is too large.
+        With top_k=2, the first log-probability is too large if the server normalises over only two tokens.
         """
         temperature, kind = sampling.temperature, self.api.kind
         if temperature == 0 or (temperature == 1 and sampling.samples_all_tokens):
@@ -257,7 +260,7 @@ class ServedWeights:
             log_probs = self._one_token(server, body, self.api.top_log_probs)[:count]
             if len(log_probs) < 2 or not all(map(math.isfinite, log_probs)):
                 raise ValueError(
-                    f"{server.url} gives {log_probs} for the top tokens: expected at least two log-probabilities"
+                    f"{server.url} gives {log_probs} for the top tokens: expected at least two finite numbers"
                 )
             return log_probs
 
@@ -269,7 +272,7 @@ class ServedWeights:
                     continue
                 if abs(scaled_gap - gap) < abs(scaled_gap - gap / temperature):
                     raise ValueError(
-                        f"{server.url} gives log-probabilities before the temperature, and the temperature is "
+                        f"{server.url} computes log-probabilities before the temperature, and the temperature is "
                         f"{temperature:g}: expected {kind.after_temperature}, or a temperature of 1"
                     )
             if not sampling.samples_all_tokens:
@@ -286,9 +289,9 @@ class ServedWeights:
                     )
             return
         raise ValueError(
-            f"{server.url} writes every token with nearly the same probability or with certainty, so that it cannot "
-            "be proved which log-probabilities it gives: expected a model that was trained, or a temperature of 1 "
-            "and all tokens"
+            f"{server.url} gives its top tokens nearly the same probability, or one of them the probability 1, so "
+            "that its kind of log-probabilities cannot be proved: expected a trained model, or temperature=1, "
+            "top_p=1, top_k=0 and min_p=0"
         )
 
     def _update_servers(
@@ -336,9 +339,10 @@ class ServedWeights:
             server.lock.release()
 
     def _writes_with(self, ask: Ask, server: ServerState, published: Published) -> bool:
-        """Whether the server generates with this version. It does not if it was restarted after loading the version.
+        """Send the probes to a server, and return whether it generates with this version. It does not if it was
+        restarted after it had loaded the version.
 
-        Raises ServerError if the server reports this version, but not the proved server's top tokens.
+        Raises ServerError if the server reports this version, but gives other top tokens than the proved server.
         """
         completions: list[Completion] = []
         adapter = self.adapter_of(published)
@@ -368,8 +372,8 @@ class ServedWeights:
         proved, most = self._proved
         if proved.label == published.label and not same_weights(proved.top_tokens, top_tokens, most):
             raise ServerError(
-                f"{server.url} says that it has version {published.version}, and writes with other weights: "
-                "expected a server that reads the folder that it is given, and loads all of it"
+                f"{server.url} says that it has version {published.version}, but generates with other weights: "
+                "expected a server that loads all weights from the folder that it is given"
             )
         server.probe = Probe(published.label, sampled, top_tokens)
         return True
@@ -388,7 +392,7 @@ class ServedWeights:
             except ServerError as error:
                 failure = error
             server.is_absent = False
-            if wanted is not self.newest:  # `update_all` has skipped this absent server for a newer version
+            if wanted is not self.newest:  # meanwhile, `update_all` has skipped this server with a newer version
                 self._update_later(server)
             elif failure is not None:
                 self.warn(f"the student's server {server.url} is given up: {failure}")

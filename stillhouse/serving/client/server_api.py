@@ -1,6 +1,6 @@
 """The client interface of one kind of server: requests signals and completions, and loads new weights.
 
-N rows of a document, K ids per row.
+N is the number of requested rows of a document, and K the number of ids per row.
 """
 
 import json
@@ -50,11 +50,12 @@ class UnknownTokenizerError(ValueError):
 class ServerInfo:
     """A server's description of its teacher and limits. A value is None if the server does not report it.
 
-    model: the teacher's name on the server. identity: a hash of its weights.
-    vocabulary: the number of rows of its head. width: E. dtype: the dtype of its computation.
-    max_tokens, request_tokens: the most tokens of a document, and of all documents of a request.
-    max_top_k: the most ids per token. files: the hashes of its files, by name.
-    images: the images that the server accepts.
+    model: the teacher's name on the server. identity: a hash of the teacher's weights.
+    vocabulary: the number of rows of the teacher's head. width: the teacher's width, E. dtype: the dtype in which the
+    teacher computes. max_tokens: the maximum number of tokens of a document. request_tokens: the maximum number of
+    tokens of all documents of a request. max_top_k: the maximum number of ids per token. signals: the kinds of
+    signals that the server can give. files: the hashes of the teacher's files, by name. quantize: the quantization of
+    the teacher. images: the images that the server accepts.
     """
 
     url: str
@@ -74,7 +75,7 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """The tokens [start, end) of a completion. label: the label of their weights, or None if it is unknown."""
+    """The tokens [start, end) of a completion. label: the label of their weights; None if it is unknown."""
 
     label: str | None
     start: int
@@ -83,7 +84,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, eq=False)
 class Published:
-    """A version of the student in a folder. label: its name in answers. manifest: the sha256 of its manifest."""
+    """A version of the student in a folder. label: the version's name in answers. manifest: the manifest's sha256."""
 
     version: int
     folder: Path
@@ -103,7 +104,7 @@ class Answer:
     stop: str | None = None
 
     def completion(self, versions_N: np.ndarray) -> Completion:
-        """Convert the answer. versions_N: the version of each token. Raises ValueError as `Completion` does."""
+        """Make a Completion. versions_N: the version of each token. Raises ValueError for values that it refuses."""
         log_probs_N = np.array(self.log_probs, np.float32)
         return Completion(np.array(self.ids, np.int32), log_probs_N, versions_N, self.finish)
 
@@ -112,23 +113,24 @@ class Answer:
         ids = self.ids
         if not ids or len(ids) > limit or len(self.log_probs) != len(ids):
             raise ValueError(
-                f"a completion of {len(ids)} ids, {len(self.log_probs)} log-probabilities: expected 1 to {limit}"
+                f"a completion of {len(ids)} ids and {len(self.log_probs)} log-probabilities: expected 1 to {limit}, "
+                "and the same number of each"
             )
         if min(ids) < 0 or max(ids) >= vocabulary:
             raise ValueError(f"the ids {min(ids)} to {max(ids)}: expected 0 to {vocabulary - 1}")
         ends = set(sampling.eos_ids)
         if ends & set(ids[:-1]):
-            raise ValueError("a completion that goes on after its end of sequence")
+            raise ValueError("a completion with tokens after its end of sequence")
         if self.finish == "stop" and ids[-1] not in ends and self.stop not in sampling.stop:
             raise ValueError(
-                f"a completion that ends with token {ids[-1]} at {self.stop!r}: expected the end of sequence "
-                f"{sorted(ends)}, among its tokens, or one of the texts {list(sampling.stop)}"
+                f"a completion that ends with token {ids[-1]} at {self.stop!r}: expected one of the end tokens "
+                f"{sorted(ends)} as its last token, or one of the stop texts {list(sampling.stop)}"
             )
 
 
 class _Model(BaseModel):
     id: str
-    parent: str | None = None  # the model of an adapter
+    parent: str | None = None  # of an adapter: its base model
 
 
 class _Models(BaseModel):
@@ -136,12 +138,13 @@ class _Models(BaseModel):
 
 
 class ServerApi(Protocol):
-    """The requests and answers of one kind of server. Methods that its servers do not support may be missing.
+    """The requests and answers of one kind of server. A kind of server without a feature need not implement
+    the methods for it.
 
     name: the name of the registered kind of server. path: the path of requests for completions.
-    marks_tokens: whether an answer has a label for each token, or only one label for the completion.
+    marks_tokens: whether an answer has a label for each token. If not, it has one label for the whole completion.
     names_adapters: whether a server keeps several adapters, and a request names one of them. If not, a new adapter
-        replaces the server's adapter, as a new model replaces the server's weights.
+        replaces the server's current adapter.
     unknown_adapter: the status of an answer if the server does not have the adapter that a request names.
     adapter_routes: the beginning of the paths that load and unload adapters.
     is_tied: whether the student's head is tied to its embedding and the server gets full models, not adapters.
@@ -174,22 +177,22 @@ class ServerApi(Protocol):
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
     ) -> Iterable[ServerRequest[Scores]]:
-        """The requests for the signals of documents. Each request is for one or more consecutive documents."""
+        """Make the requests for the signals of documents. Each request has one or more consecutive documents."""
 
     def other_version(self, ask: Ask) -> str | None:
-        """A warning if the server has another version of Stillhouse. Raises ValueError for another wire format."""
+        """Return a warning for another version of Stillhouse, or None. Raises ValueError for another wire format."""
         return None
 
     # completions
 
     def model_name(self, ask: Ask) -> str | None:
-        """The model's name on the server, or None if requests need none. Raises ValueError for an unusable server."""
+        """Return the model's name, or None if requests need none. Raises ValueError if the server cannot be used."""
         return None
 
     def body(
         self, model: str | None, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int, top: int = 0
     ) -> dict[str, Any]:
-        """The JSON of a request for one completion.
+        """Return the JSON of a request for one completion.
 
         model: the name of the model or the adapter on the server.
         top: the number of top tokens whose log-probabilities are requested.
@@ -203,8 +206,8 @@ class ServerApi(Protocol):
         max_new_tokens: int,
         processor: MediaProcessor | None,
     ) -> dict[str, Any] | bytes:
-        """The JSON of a request for a completion. For a prompt with images, which `processor` reads, it is the
-        encoded body.
+        """Return the JSON of a request for a completion. If the prompt has images, read them with `processor`, and
+        return the encoded body.
 
         Raises ValueError for an image whose file has changed since the data was loaded.
         """
@@ -222,7 +225,7 @@ class ServerApi(Protocol):
         return response.status == self.unknown_adapter
 
     def top_log_probs(self, response: HttpAnswer) -> list[float]:
-        """All log-probabilities in the answer for the position of the first token, in descending order."""
+        """Return all log-probabilities in an answer for the position of the first token, in descending order."""
 
     def require_images(self, ask: Ask, url: str, processor: MediaProcessor, prompts: Documents) -> None:
         """Raise ValueError unless the server accepts the prompts with the image tensors that `processor` makes."""
@@ -240,7 +243,7 @@ class ServerApi(Protocol):
         """
 
     def adapters(self, ask: Ask) -> list[str]:
-        """The names of the server's adapters. vLLM and SGLang list them together with their models."""
+        """Return the names of the server's adapters. vLLM and SGLang list them together with their models."""
         answer = ask("/v1/models", None)
         if answer.status == 404:  # an older SGLang
             return []
@@ -248,7 +251,7 @@ class ServerApi(Protocol):
         return [model.id for model in models.data if model.parent is not None]
 
     def load_adapter(self, ask: Ask, published: Published, present: str, hint: str) -> None:
-        """Load a version that is an adapter. present: a part of the answer if the server already has the adapter."""
+        """Load a version that is an adapter. present: a text in the answer if the server already has the adapter."""
         body = {"lora_name": published.label, "lora_path": str(published.folder)}
         answer = ask(f"{self.adapter_routes}/load_lora_adapter", body)
         if answer.status != 200 and present not in answer.text:
@@ -261,8 +264,8 @@ class ServerApi(Protocol):
     def tokenizer_difference(
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> str | None:
-        """The difference between the server's tokenizer and this tokenizer in words, or None if they are equal. The
-        server tokenizes `text`, or reports a fingerprint.
+        """Return the difference between the server's tokenizer and this tokenizer in words, or None if there is none.
+        For the comparison, the server tokenizes `text` or reports a fingerprint.
 
         Raises UnknownTokenizerError if the server does neither.
         """
@@ -291,9 +294,9 @@ def ask_description(kind: type[Description], ask: Ask, path: str, name: str) -> 
     answer = ask(path, None)
     if answer.status != 200:
         raise ValueError(
-            f"{answer.url} answers {answer.status}: expected 200, with the right token (key token_variable)"
+            f"{answer.url} answers {answer.status}: expected 200; check the bearer token (key token_variable)"
         )
-    return parsed(kind, answer.content, f"{answer.url} is not that of {name}")
+    return parsed(kind, answer.content, f"{answer.url} does not answer as {name} does")
 
 
 def json_call(
@@ -304,12 +307,12 @@ def json_call(
     most_bytes: int,
     absent: str = "",
 ) -> ServerRequest[Scores]:
-    """A request with a JSON body. most_bytes, absent: see `ServerRequest`."""
+    """Return a request with a JSON body. most_bytes, absent: see `ServerRequest`."""
     return ServerRequest(path, json.dumps(body).encode(), JSON, parse, tokens, most_bytes, absent)
 
 
 def require(response: HttpAnswer, what: str, hint: str = "", expected: Mapping[str, str | bool] | None = None) -> Any:
-    """The content of an answer, parsed if it is JSON.
+    """Return the content of an answer, parsed if it is JSON.
 
     Raises ServerError unless the status is 200 and the content has the `expected` values.
     """
@@ -363,7 +366,7 @@ def id_tensors(ids_NK: np.ndarray, log_probs_NK: np.ndarray, spec: SignalSpec) -
     """
     mass_N = np.exp(np.minimum(log_probs_NK.astype(np.float64), 1.0)).sum(1)
     if not (mass_N <= 1 + 1e-3).all():
-        raise ValueError("its log-probabilities are NaN, or add up to more than 1")
+        raise ValueError("its log-probabilities are NaN, or its probabilities add up to more than 1")
     return {
         "ids": torch.from_numpy(ids_NK),
         "log_probs": torch.from_numpy(log_probs_NK).to(DTYPES[spec.dtype]),
@@ -372,7 +375,7 @@ def id_tensors(ids_NK: np.ndarray, log_probs_NK: np.ndarray, spec: SignalSpec) -
 
 
 def next_tokens(document: DocumentRows) -> Sequence[int]:
-    """The token after each row. Raises ValueError if the document's last row is requested, which no engine scores."""
+    """Return the token after each row. Raises ValueError for the document's last row, which no engine scores."""
     following = document.tokens[document.rows.start + 1 : document.rows.stop + 1].tolist()
     if len(following) != len(document.rows):
         raise ValueError("the last row of a document has no next token: expected rows before it")

@@ -1,4 +1,4 @@
-"""The entries that this add-on registers: three kinds of servers, and servers as a source of a teacher's signals."""
+"""The registered entries of this package: three kinds of servers, and servers as a source of a teacher's signals."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,11 +15,13 @@ class HttpServer(ServerKind):
 
     signals: the kinds of signals that the server can provide.
     any_temperature: whether log-probabilities can be requested at any temperature, not only at 1.
-    counts_next: whether the server's token limit includes a generated token. A document must then be a token shorter.
-    hint: for messages, the way to start a server of this kind that generates completions.
-    after_temperature: for messages, a server of this kind whose log-probabilities are computed after the temperature.
-        It is "" if this is true for every server of this kind, with log-probabilities over the whole vocabulary.
-    over_all_tokens: for messages, a server whose log-probabilities at temperature 1 are over all tokens; may be "".
+    counts_next: whether the server's token limit also counts a generated token. If so, a document must be one token
+        shorter than the limit.
+    hint: advice in error messages on how to start a server of this kind that generates completions.
+    after_temperature: for error messages, the description of a server of this kind that computes log-probabilities
+        after it has applied the temperature. It is "" if all servers of this kind do so, over the whole vocabulary.
+    over_all_tokens: for error messages, the description of a server of this kind that gives log-probabilities over
+        the whole vocabulary at temperature 1; "" if the messages should not recommend such a server.
     tells_tokenizer: whether the server's tokenizer can be compared with the student's.
     """
 
@@ -90,7 +92,7 @@ class _Servers(SourceKind):
         yield Rule(
             ("teacher.prove", "teacher.model"),
             lambda prove, model: prove == "always" and model is None,
-            "auto, or teacher.model, the weights to compare with",
+            "auto, or the key teacher.model with the weights to compare with",
         )
 
     def open(self, section: str, teacher: Any, objective: Any, batch_tokens: int) -> Any:

@@ -1,11 +1,11 @@
-"""The client of SGLang (0.5) for signals and completions, both from `/generate`. The client follows SGLang's source
-code. Its tests have no recorded answers of a server.
+"""The client of SGLang (0.5), which requests signals and completions from `/generate`. The client follows SGLang's
+source code. Its tests have no recorded answers of a server.
 
-An answer has one label, of the weights at the end of the completion. So an update of the weights first aborts the
-completions in progress, and answers to requests that were sent before the update are discarded. If a version is an
-adapter, requests name the adapter, but answers do not. So the label of the base weights is set to a label of this
-engine; a restarted server no longer has this label. For hidden states, a server is started with
-`--enable-return-hidden-states`; for adapters, with --enable-lora, --max-lora-rank and --lora-target-modules.
+An answer has one label: that of the weights at the end of the completion. So an update of the weights first aborts
+the completions in progress, and answers to requests that were sent before the update are discarded. If a version is
+an adapter, requests name the adapter, but answers do not. So the label of the base weights is set to a label of this
+engine; a restarted server no longer has this label. A server must be started with --enable-return-hidden-states for
+hidden states, and with --enable-lora, --max-lora-rank and --lora-target-modules for adapters.
 """
 
 from collections.abc import Sequence
@@ -160,7 +160,7 @@ def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> ServerRequ
 
     def hidden_states(response: HttpAnswer) -> Scores:
         states = _scored(response).hidden_states
-        with reading("the hidden states of /generate are no array"):
+        with reading("the hidden states of /generate are not an array of numbers"):
             hidden_SE = torch.tensor(states[0] if states else [], dtype=torch.float32)
         expected = [len(tokens), width]
         if list(hidden_SE.shape) != expected:
@@ -171,7 +171,7 @@ def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> ServerRequ
         meta = _scored(response)
         actual = meta.input_token_logprobs or []
         if [token for _, token, _ in actual] != tokens:
-            raise ValueError(f"/generate scored {len(actual)} other tokens than the {len(tokens)} of the request")
+            raise ValueError(f"/generate scored {len(actual)} tokens, which are not the {len(tokens)} of the request")
         entries = [
             {token: log_prob for log_prob, token, _ in [scored, *(row or [])] if log_prob is not None}
             for scored, row in zip(actual, meta.input_top_logprobs or [], strict=False)
@@ -186,7 +186,7 @@ def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> ServerRequ
 
 
 def _scored(response: HttpAnswer) -> _ScoredMeta:
-    return parsed(_Scored, response.content, "/generate has no such scores").meta_info
+    return parsed(_Scored, response.content, "the answer of /generate does not have the requested scores").meta_info
 
 
 def _generated(response: HttpAnswer) -> _Generated:

@@ -2,7 +2,7 @@
 
 A server can answer without an error and still be wrong: its rows may be shifted by a token, it may ignore the
 temperature, or it may have lost its weights. So every server scores a few documents of the run's data, and changed
-copies of these documents. N rows, E the teacher's width, K ids per row.
+copies of these documents. N is the number of rows, E the teacher's width, and K the number of ids per row.
 """
 
 import math
@@ -38,15 +38,15 @@ Signal = Mapping[str, Tensor]
 #: requests the signals of documents from one server
 Score = Callable[[Sequence[DocumentRows]], Sequence[Signal]]
 
-#: seconds for a repeated proof of one server
+#: the maximum number of seconds for a repeated proof of one server
 REPEAT_SECONDS = 5.0
-#: the largest allowed difference between two answers to the same request; rounding depends on batches and kernels
+#: the largest allowed `_row_differences` of two answers to one request; rounding depends on batches and kernels
 SAME = 0.05
 #: the most documents without images and with images that are scored, and the most tokens of a document without images
 PROBES, IMAGE_PROBES, PROBE_TOKENS = 4, 2, 128
 #: the fewest tokens of a document, because `_prove_alignment` needs a row before the changed token and a row after it
 LEAST_TOKENS = 4
-#: the probes are chosen among this number of documents
+#: the probes are chosen among the first documents: this number with images, and this number without images
 _CHOICE = 100
 
 
@@ -83,7 +83,7 @@ class Proof:
             before = [{name: tensors[f"{at} {name}"] for name in answer} for at, answer in enumerate(self.answers)]
             pairs = zip(before, self.answers, strict=True)
             if any(one[name].shape != other[name].shape for one, other in pairs for name in one):
-                raise ValueError("it is of another run")
+                raise ValueError("it belongs to another run")
         changed = f"{self.store.name} does not give the signals that it gave when this run began"
         _require_near(self.answers, before, changed, "were its weights changed?")
 
@@ -105,7 +105,7 @@ def prove(
     """Score a few documents on every server. Raises ValueError for a wrong answer.
 
     tokenizer: the student's tokenizer.
-    local: the teacher in this process. The servers' signals are compared with its signals.
+    local: the teacher in this process, with whose signals the servers' signals are compared; None skips this.
     head: the teacher's output head, for the cross-entropy of hidden states.
     media_inputs: makes the tensors of images; None if no document has images.
     """
@@ -117,10 +117,10 @@ def prove(
                 store.api.require_tokenizer(store.pool.asker(server.url), server.url, server.model, tokenizer, text)
             except UnknownTokenizerError as error:
                 raise NeedsModelError(
-                    f"{server.url} does not tell its tokenizer, and an id beyond its vocabulary may stop it; "
+                    f"{server.url} does not report its tokenizer, and an id beyond its vocabulary may stop it; "
                     "expected the model that the server has loaded"
                 ) from error
-    if spec.kind in ("chosen", "sampled"):  # for these, the answers of "top_k" are compared
+    if spec.kind in ("chosen", "sampled"):  # the proof of these signals compares answers of "top_k"
         most = min([64, store.vocabulary or 64, *(s.max_top_k for s in servers if s.max_top_k is not None)])
         spec = replace(spec, kind="top_k", top_k=most if spec.kind == "sampled" else min(most, spec.top_k or most))
     first = store.scores(probes, url=servers[0].url, spec=spec)
@@ -145,12 +145,12 @@ def prove(
         worst = _require_near(first, scored, both, "expected the same weights", 1e-3 if is_float32 else SAME)
         findings.append(f"it differs from the same model in this process by at most {worst:.1e}")
     elif servers[0].identity is None:
-        findings.append("its weights were not compared with files here")
+        findings.append("its weights were not compared with local files")
     return Proof(store, spec, probes, first, findings)
 
 
 def make_probes(documents: Documents, media_inputs: MediaInputs | None = None) -> list[DocumentRows]:
-    """The beginnings of long documents without images, and short documents with images.
+    """Return the beginnings of long documents without images, and short documents with images.
 
     media_inputs: makes the tensors of images; None if no document has images.
     Raises ValueError if the documents are too short.
@@ -175,8 +175,8 @@ def make_probes(documents: Documents, media_inputs: MediaInputs | None = None) -
             break
     if numbers and not has_image_probe:
         raise ValueError(
-            f"none of the first {len(numbers)} documents with images has {LEAST_TOKENS} tokens behind them, so "
-            "that the teacher cannot be proven on images; expected longer documents"
+            f"none of the first {len(numbers)} documents with images has {LEAST_TOKENS} tokens after its images, "
+            "so the teacher cannot be proven on images; expected longer documents"
         )
     if not probes:
         raise ValueError(
@@ -191,17 +191,17 @@ def _is_placeholder(document: DocumentRows) -> np.ndarray:
 
 
 def _changeable(probe: DocumentRows) -> np.ndarray:
-    """Which tokens may be changed: those after all images, except the document's first token and its last two."""
+    """Return which tokens may be changed: all after the images, but neither the first token nor the last two."""
     places = np.arange(len(probe.tokens))
     first = 1 if probe.media is None else np.flatnonzero(_is_placeholder(probe))[-1] + 1
     return (places >= first) & (places <= len(places) - 3)
 
 
 def _row_differences(one: Signal, other: Signal) -> Tensor:
-    """The differences [N] between two answers for the same rows, from 0 to about 1.
+    """Return the differences [N] between two answers for the same rows, from 0 to about 1.
 
-    For hidden states, the difference is the relative error. For ids, it is the total variation distance, where an id
-    that is absent from an answer has probability 0 in it.
+    For hidden states, a difference is the relative error. For ids, it is the total variation distance; an id that
+    only one of the answers has counts with probability 0 in the other answer.
     """
     if "hidden" in one:
         one_NE, other_NE = one["hidden"].double(), other["hidden"].double()
@@ -231,7 +231,7 @@ def _prove_server(
     _prove_alignment(url, partial(score, spec=spec), probes, answers)
     _prove_images(url, partial(score, spec=spec), probes, answers)
     temperature = spec.temperature
-    if temperature is not None and temperature != 1.0:  # it must divide the gaps between log-probabilities
+    if temperature is not None and temperature != 1.0:  # the temperature must divide the gaps
         at_1 = score(probes, spec=replace(spec, temperature=1.0))
         gap, gap_at_1 = (
             sum(float((answer["log_probs"][:, 0] - answer["log_probs"][:, -1]).double().sum()) for answer in scored)
@@ -246,15 +246,15 @@ def _prove_server(
     _require_near(answers, first, both, "expected servers of the same teacher")
     if spec != store.signal and store.signal.kind == "chosen":
         again = score([replace(probe, ids_NK=answer["ids"]) for probe, answer in zip(probes, answers, strict=True)])
-        what = f"{url} scores chosen ids otherwise than the same ids among its top ids"
+        what = f"{url} gives chosen ids other log-probabilities than the same ids in the signal top_k"
         _require_near(again, answers, what, "expected the same rows and temperature")
     elif spec != store.signal:
         score(probes)
 
 
 def _prove_informed(url: str, answers: Sequence[Signal], vocabulary: int | None) -> None:
-    """Raise ValueError for uniform distributions or equal hidden states, which mean that the weights are lost, and
-    for normalised hidden states.
+    """Raise ValueError for uniform distributions or equal hidden states, which show that the server has lost the
+    weights. Also raise it for normalised hidden states.
     """
     if "hidden" in answers[0]:
         hidden_NE = torch.cat([answer["hidden"] for answer in answers]).float()
@@ -268,13 +268,13 @@ def _prove_informed(url: str, answers: Sequence[Signal], vocabulary: int | None)
     if (log_probs_NK.amax(1) - log_probs_NK.amin(1)).max() < 1e-4 and log_probs_NK.shape[1] > 1:
         uniform = "" if vocabulary is None else f" (−ln {vocabulary} is {-math.log(vocabulary):.4f})"
         raise ValueError(
-            f"{url} gives every id the log-probability {float(log_probs_NK.mean()):.4f}{uniform}: the teacher is "
-            "uniform; it has lost its weights"
+            f"{url} gives every id the log-probability {float(log_probs_NK.mean()):.4f}{uniform}: its "
+            "distributions are uniform, because it has lost the teacher's weights"
         )
 
 
 def _prove_alignment(url: str, score: Score, probes: Sequence[DocumentRows], answers: Sequence[Signal]) -> None:
-    """Change one token of each document. The token's row and later rows must change, and earlier rows must not."""
+    """Raise ValueError unless a change of one token changes its row and later rows, but not the earlier rows."""
     text_tokens = np.unique(np.concatenate([probe.tokens[~_is_placeholder(probe)] for probe in probes]))
     changed, places = list[DocumentRows](), list[int]()
     for probe in probes:
@@ -301,7 +301,7 @@ def _prove_alignment(url: str, score: Score, probes: Sequence[DocumentRows], ans
 
 
 def _prove_images(url: str, score: Score, probes: Sequence[DocumentRows], answers: Sequence[Signal]) -> None:
-    """Invert and mirror the images. Rows from the first image on must change, and earlier rows must not."""
+    """Raise ValueError unless changed images (inverted, mirrored) change later rows, but not the earlier rows."""
     changed, expected = list[DocumentRows](), list[Signal]()
     for probe, answer in zip(probes, answers, strict=True):
         if (images := probe.media) is not None:
@@ -317,14 +317,14 @@ def _prove_images(url: str, score: Score, probes: Sequence[DocumentRows], answer
         if not after > 5 * before or not after > 0:
             raise ValueError(
                 f"{url} ignores images: with other images in a document, its rows before the first image changed by "
-                f"{before:.2g}, and those from it on by {after:.2g}"
+                f"{before:.2g}, and its later rows by {after:.2g}"
             )
 
 
 def _cross_entropy(
     probes: Sequence[DocumentRows], answers: Sequence[Signal], head: OutputHead | None, vocabulary: int | None
 ) -> list[str]:
-    """The mean cross-entropy of the next tokens, in words. It is high if the teacher does not fit the data."""
+    """Return the mean cross-entropy of the next tokens in words. It is high if the teacher does not fit the data."""
     losses: list[Tensor] = []
     about = ""
     for document, tensors in zip(probes, answers, strict=True):
@@ -344,5 +344,5 @@ def _cross_entropy(
     if not losses:
         return []
     mean = float(torch.cat(losses).detach().mean())
-    uniform = "" if vocabulary is None else f", {math.log(vocabulary):.2f} if it knew nothing"
+    uniform = "" if vocabulary is None else f", {math.log(vocabulary):.2f} if it were uniform"
     return [f"cross-entropy {about}{mean:.2f} nats per token{uniform}"]

@@ -1,6 +1,6 @@
 """The client of `stillhouse serve`. The server gives every kind of signal; a request can have several documents.
 
-A server with `--generate` gives completions in vLLM's format, and loads a published folder in one request.
+With `--generate`, the server gives completions in vLLM's format instead, and loads a published folder in one request.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from stillhouse.serving.image_support import ImageSupport, require_accepted
 from stillhouse.serving.wire import WIRE_FORMAT, decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: the most tokens, and the most bytes of images, of a request, unless a single document has more
+#: the maximum number of tokens and of bytes of images in a request; a single document may have more
 REQUEST_TOKENS, REQUEST_BYTES = 4096, 32 * 2**20
 _WithImages = tuple[DocumentRows, MediaTensors | None]
 
@@ -57,7 +57,7 @@ class _Images(BaseModel):
 
 
 class StillhouseApi(VllmApi):
-    """The server loads a version between two batches, so that all tokens of a completion have the same version."""
+    """The interface of `stillhouse serve`, which loads versions between batches, so a completion has one version."""
 
     name = "stillhouse"
     names_adapters = False
@@ -96,11 +96,11 @@ class StillhouseApi(VllmApi):
         answer = ask("/v1/info", None)
         if answer.status != 200:
             return None  # another kind of server, or a wrong token; a later request reports this
-        server = parsed(_AnyInfo, answer.content, f"{answer.url} is not that of {self.kind.title}")
+        server = parsed(_AnyInfo, answer.content, f"{answer.url} does not answer as {self.kind.title} does")
         versions = f"{answer.server} runs Stillhouse {server.stillhouse[:40]!r}, and this is {__version__}"
         if server.wire != WIRE_FORMAT:
             raise ValueError(
-                f"{versions}, whose bodies have format {WIRE_FORMAT}, not {server.wire}: expected the same version"
+                f"{versions}, whose wire format is {WIRE_FORMAT}, not {server.wire}: expected the same version"
             )
         return None if server.stillhouse == __version__ else f"{versions}: expected the same version on both sides"
 
@@ -121,7 +121,7 @@ class StillhouseApi(VllmApi):
     ) -> str | None:
         info = require(ask("/v1/info", None), "/v1/info", self.kind.hint)
         is_same = isinstance(info, dict) and info.get("tokenizer") == tokenizer_fingerprint(tokenizer)
-        return None if is_same else "its fingerprint is another one"
+        return None if is_same else "their fingerprints differ"
 
 
 def _scoring(info: ServerInfo, spec: SignalSpec, width: int, group: Sequence[_WithImages]) -> ServerRequest[Scores]:

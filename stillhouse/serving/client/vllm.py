@@ -43,11 +43,11 @@ from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 _GENERATE = "/inference/v1/generate"
 _NO_POOLING = (
-    "this vLLM generates text; expected one that was started with --runner pooling --convert embed --pooler-config "
+    "this vLLM generates text; expected a vLLM with the options --runner pooling --convert embed --pooler-config "
     """'{"task":"token_embed","use_activation":false}'"""
 )
-_NO_SCORES = "this vLLM scores no chosen ids; expected 0.31 or later, started with --enable-scale-out"
-_NO_COMPLETIONS = "this vLLM pools; expected one that generates text, or the signal hidden"
+_NO_SCORES = "this vLLM scores no chosen ids; expected vLLM 0.31 or later, started with --enable-scale-out"
+_NO_COMPLETIONS = "this vLLM was started for pooling; expected a vLLM that generates text, or the signal hidden"
 _DEVELOPMENT = "expected a vLLM that was started with VLLM_SERVER_DEV_MODE=1 in its environment"
 _LORA = (
     "expected a vLLM that was started with --enable-lora, --max-lora-rank of at least the adapter's r, and "
@@ -149,15 +149,15 @@ class VllmApi(ServerApi):
             if answer.status == 404:
                 raise ValueError(f"{answer.url}: 404; {_DEVELOPMENT}")
             what = (
-                f"{answer.url} does not tell the server's device, and a vLLM on a CPU keeps the first output head of "
-                "a student whose head is its embedding: expected a vLLM whose /server_info has "
+                f"{answer.url} does not report the server's device, and a vLLM on a CPU does not update an output "
+                "head that is tied to the embedding: expected a vLLM whose /server_info has "
                 "vllm_config.device_config.device"
             )
             if parsed(_ServerInfo, answer.content, what).device == "cpu":
                 raise ValueError(
-                    f"{answer.server} is a vLLM on a CPU. When it is given new weights, it keeps the first output "
-                    "head of a student whose head is its embedding (tie_word_embeddings): expected a vLLM on a GPU, "
-                    "a student with a head of its own, or rollout.engine transformers or stillhouse"
+                    f"{answer.server} is a vLLM on a CPU, which does not update an output head that is tied to the "
+                    "embedding (tie_word_embeddings) when it loads new weights: expected a vLLM on a GPU, a student "
+                    "with an untied head, or rollout.engine transformers or stillhouse"
                 )
         return model.id
 
@@ -224,7 +224,7 @@ class VllmApi(ServerApi):
         response = ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
         if response.status != 200:
             raise UnknownTokenizerError(
-                f"{response.url} does not tell the server's tokenizer: {response.status}; expected a vLLM that "
+                f"{response.url} does not report the server's tokenizer: {response.status}; expected a vLLM that "
                 "was started without --skip-tokenizer-init"
             )
         ids = parsed(_Tokenized, response.content, f"{response.url} gives no ids").tokens
@@ -232,7 +232,7 @@ class VllmApi(ServerApi):
         if ids == expected:
             return None
         at = next((at for at, pair in enumerate(zip(ids, expected, strict=False)) if pair[0] != pair[1]), -1)
-        return f"it makes {len(ids)} ids of a text of {len(expected)}, which differ from id {at} on"
+        return f"it makes {len(ids)} ids of a text that has {len(expected)} ids; they differ from id {at} on"
 
 
 def _pooling(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> ServerRequest[Scores]:

@@ -30,11 +30,11 @@ from stillhouse.signals.scorer import proven_media_inputs
 
 #: the maximum number of images of a request, and the maximum number of bytes of their tensors
 MAX_IMAGES, IMAGE_BYTES = 256, 256 * 2**20
-#: the pictures of a request may have this number of pixels, and more for each byte of their tensors. The limit exists
-#: because blank pictures cost memory and time, and a client could request large ones with few bytes. With 64 pixels
-#: per byte, a processor may scale any picture down to 336 × 336 pixels
+#: the pictures of a request may have the first number of pixels, plus the second number for each byte of their
+#: tensors. Without this limit, a small request could make the server process large blank pictures, which takes much
+#: memory and time. A processor that scales large pictures down to 336 × 336 pixels needs about 64 pixels per byte
 _FREE_PIXELS, _PIXELS_PER_BYTE = 2**20, 64
-#: the number of results for blank pictures that are cached
+#: the maximum number of cached results of the processor for blank pictures
 _REMEMBERED = 64
 #: proves that a decoder reads images correctly, and returns the inputs of its model
 Prove = Callable[[Decoder, MediaProcessor], MediaInputs]
@@ -44,7 +44,7 @@ class _Blank(NamedTuple):
     """The output of the processor for blank pictures.
 
     tokens: the tokens of each picture, from the first to the last placeholder.
-    exact: the integer tensors. pixels: the shapes and dtypes of the other tensors.
+    exact: the integer tensors. pixels: the shapes and dtypes of the floating-point tensors.
     """
 
     tokens: Sequence[np.ndarray]
@@ -57,8 +57,8 @@ class AcceptedImages:
 
     processor: the processor of the model, or None if the server accepts no images.
     inputs: makes the model's inputs; None without a processor.
-    placeholder_ids: the tokens that stand for features of images, videos and audio.
-    info: a field of `GET /v1/info`. most_bytes: the most bytes of a request's image tensors.
+    placeholder_ids: the placeholder tokens, which the model replaces by features of images, videos and audio.
+    info: the field `images` of `GET /v1/info`. most_bytes: the maximum number of bytes of a request's image tensors.
     description: lines for the log.
 
     Raises ValueError, which names the model or the processor, if the server cannot accept images.
@@ -86,12 +86,14 @@ class AcceptedImages:
         self.description = [f"images: at most {MAX_IMAGES:,} and {IMAGE_BYTES:,} bytes of their tensors per request"]
         self._lock, self._blank = Lock(), lru_cache(_REMEMBERED)(partial(_blank_of, processor))
         for tokens, encoded in processor.example_prompts():
-            if encoded:  # integers and placeholders must depend only on the sizes of pictures
+            if encoded:  # check that integers and placeholders depend only on the sizes of pictures
                 images = processor.read_files(encoded, tokens)
                 self._check_images(tokens, DocumentMedia(b"", lambda images=images: images))  # type: ignore[misc]
 
     def check(self, documents: Sequence[tuple[np.ndarray, DocumentMedia | None]], param: str) -> None:
-        """Raise RequestError unless images fit their documents. documents: the tokens of each, and images or None."""
+        """Raise RequestError unless images fit their documents. documents: the tokens and images (or None)
+        of each document.
+        """
         read = [images.read() for _, images in documents if images is not None]
         count = sum(len(images.sizes) for images in read)
         if self.inputs is None:
@@ -104,8 +106,8 @@ class AcceptedImages:
         most = _FREE_PIXELS + _PIXELS_PER_BYTE * sum(t.nbytes for images in read for t in images.tensors.values())
         if pixels > most:
             raise refused(
-                f"pictures of {pixels:,} pixels: expected at most {most:,} for tensors of this size; a run scales "
-                "pictures down to data.image_pixels",
+                f"pictures of {pixels:,} pixels: expected at most {most:,} for tensors of this size; set "
+                "data.image_pixels to scale the pictures down",
                 param,
             )
         for number, (tokens, images) in enumerate(documents):
@@ -114,7 +116,7 @@ class AcceptedImages:
                     self._check_images(tokens, images)
                 elif len(placeholders := tokens[np.isin(tokens, self.placeholder_ids)]):
                     feature = int(placeholders[0])
-                    raise ValueError(f"token {feature} stands for features of images, and the sequence has no images")
+                    raise ValueError(f"token {feature} is a placeholder of images, but the sequence has no images")
             except ValueError as error:
                 raise refused(f"sequence {number}: {error}", param) from error
 
@@ -124,15 +126,15 @@ class AcceptedImages:
         for number, size in enumerate(sizes, start=1):
             with reading(f"picture {number}"):
                 require_size(*size)
-        if (pixels := sum(map(math.prod, sizes))) > MAX_PIXELS:  # the blank pictures will need as many
+        if (pixels := sum(map(math.prod, sizes))) > MAX_PIXELS:  # the blank pictures will have as many
             raise ValueError(
-                f"its pictures have {pixels:,} pixels: expected at most {MAX_PIXELS:,} in all; a run scales them "
-                "down to data.image_pixels"
+                f"its pictures have {pixels:,} pixels: expected at most {MAX_PIXELS:,} in all; set "
+                "data.image_pixels to scale the pictures down"
             )
         placeholders = int(np.isin(tokens, self.placeholder_ids).sum())
         if placeholders < len(sizes):
             raise ValueError(
-                f"{placeholders} placeholder tokens for {len(sizes)} pictures: expected at least as many"
+                f"{placeholders} placeholder tokens for {len(sizes)} pictures: expected at least one for each picture"
             )
         with self._lock:  # one request at a time, because large pictures need much memory
             blank = self._blank(tuple(sizes))
@@ -141,7 +143,7 @@ class AcceptedImages:
         for name, tensor in tensors.items():
             if (exact := blank.exact.get(name)) is not None:
                 if tensor.dtype != exact.dtype or not torch.equal(tensor, exact):
-                    raise ValueError(f"'{name}' is not what its processor makes of pictures of these sizes")
+                    raise ValueError(f"'{name}' is not what the server's processor makes of pictures of these sizes")
                 continue
             shape, dtype = blank.pixels[name]
             if (tensor.shape, tensor.dtype) != (shape, dtype):
@@ -152,25 +154,25 @@ class AcceptedImages:
             if not bool(tensor.isfinite().all()):
                 raise ValueError(f"'{name}' has values that are NaN or infinite")
         self._check_placeholders(tokens, blank.tokens)
-        with reading("its images have no positions among its tokens"):
+        with reading("the model cannot compute positions for the tokens and images"):
             per_token = self.inputs.per_token(tokens, tensors)
         if any(len(values) != len(tokens) for values in per_token.values()):
-            raise ValueError("its images have no positions among its tokens")
+            raise ValueError("the model does not compute one position for each token")
 
     def _check_placeholders(self, tokens: np.ndarray, expected: Sequence[np.ndarray]) -> None:
-        """Raise ValueError unless the document's placeholders are those of all pictures in their order."""
+        """Raise ValueError unless the document's placeholders are those of the expected pictures, in their order."""
         ids = self.placeholder_ids
         places, counts = np.flatnonzero(np.isin(tokens, ids)), [int(np.isin(of, ids).sum()) for of in expected]
         if len(places) != sum(counts):
             raise ValueError(
-                f"{len(places)} placeholder tokens for images with {sum(counts)} features: expected as many"
+                f"{len(places)} placeholder tokens for images with {sum(counts)} features: expected the same number"
             )
         starts = np.cumsum([0, *counts[:-1]])
         for number, (start, picture_ids) in enumerate(zip(starts, expected, strict=True), start=1):
             first = places[start]
             if not np.array_equal(tokens[first : first + len(picture_ids)], picture_ids):
                 raise ValueError(
-                    f"the placeholder tokens of picture {number} are not those that its processor makes of this size"
+                    f"picture {number} does not have the placeholder tokens that the server's processor makes"
                 )
 
 
@@ -180,7 +182,7 @@ def _blank_of(processor: MediaProcessor, sizes: Sequence[tuple[int, int]]) -> _B
         buffer = io.BytesIO()
         require_pillow().new("1", size).save(buffer, format="PNG", compress_level=1)
         encoded.append(MediaFile.of(buffer.getvalue()))
-    with reading("its processor refuses pictures of these sizes"):
+    with reading("the server's processor refuses pictures of these sizes"):
         expanded = processor.expand(" ".join([token] * len(sizes)), encoded, special=False, is_safe=True)
         ids = np.asarray(expanded.ids, dtype=np.int32)
         tensors = dict(processor.read_files(encoded, ids).tensors)
@@ -190,7 +192,7 @@ def _blank_of(processor: MediaProcessor, sizes: Sequence[tuple[int, int]]) -> _B
         inside = [begin <= start and stop <= end and start < stop for start, stop in expanded.offsets]
         places = np.flatnonzero(placeholders & np.array(inside))
         if not len(places):
-            raise ValueError(f"its processor makes no placeholder token for picture {number}")
+            raise ValueError(f"the server's processor makes no placeholder token for picture {number}")
         tokens.append(ids[places[0] : places[-1] + 1])
     return _Blank(
         tokens,
@@ -200,7 +202,7 @@ def _blank_of(processor: MediaProcessor, sizes: Sequence[tuple[int, int]]) -> _B
 
 
 def load_processor_of(folder: str, tokenizer: PreTrainedTokenizerBase) -> MediaProcessor:
-    """The processor of a model's folder. Raises ValueError if it has none, or one that cannot be used."""
+    """Return the processor of a model's folder. Raises ValueError if there is none, or if it cannot be used."""
     processor = find_media_processor(folder, tokenizer, template_is_set=True)  # a server does not use chat templates
     if processor is None:
         raise ValueError(f"--images: '{folder}' has no processor of images: expected processor_config.json in it")

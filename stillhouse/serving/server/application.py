@@ -1,7 +1,7 @@
 """The ASGI application of a server: the routes for the server's state, and the steps from a request to its answer.
 
-A role adds the routes whose answers the model computes. All routes run in the HTTP thread. They put requests into the
-queue and never use the model themselves.
+A role adds the routes whose answers the model computes. All routes run in the HTTP thread, and none uses the model
+itself: they put requests into the queue and wait for the results of the main thread.
 """
 
 import asyncio
@@ -35,29 +35,32 @@ from stillhouse.serving.server.gate import (
 from stillhouse.serving.server.request_queue import Part, RequestQueue, Ticket
 from stillhouse.serving.server.role import Role
 
-#: bodies and answers with fewer bytes are parsed and encoded in the HTTP thread
+#: the HTTP thread itself parses bodies and encodes answers that have fewer bytes
 AT_ONCE_BYTES = 16 * 1024
-#: the maximum number of seconds for which a client may send a body
+#: the maximum number of seconds that a client may take to send a body
 BODY_SECONDS = 120.0
 
 BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
 Result = TypeVar("Result")
-#: the parts of a request, and a function that makes the answer from the model's results
+#: the parts of a request, and a function that encodes the model's results as the answer
 Parsed = tuple[Sequence[Part], Callable[[list[Any]], bytes]]
 
 
 class Application:
-    """token: the bearer token that requests need, or None. host: the address on which the server listens.
-    api: the FastAPI object with the routes.
+    """The ASGI application of one server.
+
+    api: the FastAPI object with the routes. token: the bearer token that requests need, or None.
+    host: the address on which the server listens.
     """
 
     def __init__(self, role: Role, queue: RequestQueue, token: str | None, host: str):
         self.role, self.queue, self.metrics = role, queue, Metrics(queue)
-        # FastAPI's documentation pages load remote scripts; its redirects contain the host that the request names
+        # without FastAPI's documentation pages, which load remote scripts, and its redirects, which repeat `Host`
         self.api = FastAPI(
             title="stillhouse serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
         )
-        #: the most bytes of all bodies in memory, and the bytes now. A body with images stays there until its answer
+        #: the maximum and the current number of bytes of all bodies in memory. A body with images stays in memory
+        #: until its request is answered
         self._total, self._held = role.limits.bodies_bytes + 2 * role.limits.image_bytes, 0
         for kind, answer in _ERRORS.items():
             self.api.add_exception_handler(kind, partial(_answered, answer))
@@ -65,7 +68,7 @@ class Application:
 
         @self.api.get("/v1/info")
         async def info() -> dict[str, Any]:
-            """The model, and the limits of requests."""
+            """Describe the model, and the limits of requests."""
             return self.role.info
 
         @self.api.get("/v1/models")
@@ -87,7 +90,7 @@ class Application:
         role.add_routes(self)
 
     def require_model(self, name: str | None) -> None:
-        """Raise RequestError if a request names another model than the served model. name: None if it names none."""
+        """Raise RequestError for a model that is not served. name: the model that a request names, or None."""
         if name not in (None, self.role.name):
             raise RequestError(HTTPStatus.NOT_FOUND, f"The model `{name}` does not exist.", param="model")
 
@@ -96,7 +99,7 @@ class Application:
         """Yield a request's body and its content type. The body counts towards the limit of all bodies until the
         context ends.
 
-        limits: the most bytes, by content type.
+        limits: the maximum number of bytes, for each accepted content type.
         Raises RequestError if the body has another content type, is too large, is sent too slowly, or would exceed
         the limit of all bodies.
         """
@@ -107,7 +110,7 @@ class Application:
         content, unread, limit = bytearray(), unread_headers(request.scope), limits[kind]
         too_large = RequestError(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"the body is too large: expected at most {limit:,} bytes of this content type",
+            f"the body is too large: expected at most {limit:,} bytes for this content type",
             headers=unread,
         )
         declared = request.headers.get("content-length", "")
@@ -145,8 +148,8 @@ class Application:
         """Add a route whose answers the model computes.
 
         parse: parses a request from the body and its content type; raises RequestError.
-        schemas: the JSON schemas of the bodies, by content type. result_bytes: returns the size of the results.
-        media_type: the media type of a successful answer. answers: the OpenAPI descriptions of answers.
+        schemas: the JSON schemas of the bodies, by content type. result_bytes: returns the results' bytes.
+        media_type: the media type of a successful answer. answers: the OpenAPI descriptions of successful answers.
         """
 
         limits = self.role.limits
@@ -159,7 +162,7 @@ class Application:
                 parts, encode = await _in_thread_if_large(len(content), parse, content, kind)
                 has_images = any(part.has_media for part in parts)
                 await _in_thread_if_large(AT_ONCE_BYTES * has_images, self.role.check, parts)
-                if not has_images:  # a body with images counts towards the limit until it is answered
+                if not has_images:  # a body with images counts towards the limit until its answer
                     await body.aclose()
                 ticket = self.queue.submit(parts)
                 with ExitStack() as on_error:
@@ -182,14 +185,14 @@ class Application:
 
 
 def required_body(schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The OpenAPI description of a request's body. schemas: JSON schemas, by content type."""
+    """Return the OpenAPI description of a request's body. schemas: JSON schemas, by content type."""
     content = {kind: {"schema": schema} for kind, schema in schemas.items()}
     return {"requestBody": {"required": True, "content": content}}
 
 
 async def _in_thread_if_large(size: int, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function; if `size` is large, in another thread, so that other clients need not wait. For a small size,
-    another thread would be slower, because it waits until the model's thread releases the interpreter.
+    """Call a function. If `size` is large, call it in another thread, so that other clients need not wait. If `size`
+    is small, another thread would be slower, because it must wait until the model's thread releases the interpreter.
     """
     return function(*arguments) if size < AT_ONCE_BYTES else await run_in_threadpool(function, *arguments)
 
@@ -198,7 +201,7 @@ async def _unless_disconnected(request: Request, ticket: Ticket) -> list[Any]:
     """Wait for the model's results. Raises ClientDisconnect if the client disconnects first."""
     results = asyncio.wrap_future(ticket.results)
 
-    async def left() -> None:  # the body has already been read
+    async def left() -> None:  # ends when the client disconnects; the body has already been read
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
@@ -214,11 +217,11 @@ async def _unless_disconnected(request: Request, ticket: Ticket) -> list[Any]:
         results.cancel()
 
 
-#: the answer for each type of error in a route; no client receives the answer for ClientDisconnect
+#: for each type of error in a route, the function that makes the answer (after ClientDisconnect, nobody gets it)
 _ERRORS: dict[type[Exception], Callable[[Any], Response]] = {
     RequestError: RequestError.response,
     HTTPException: lambda error: RequestError(error.status_code, str(error.detail), headers=error.headers).response(),
-    RequestValidationError: lambda _: refused("the request does not have the form of this route").response(),
+    RequestValidationError: lambda _: refused("the request does not fit the parameters of this route").response(),
     ClientDisconnect: lambda _: Response(status_code=HTTPStatus.BAD_REQUEST),
     Exception: lambda error: RequestError(
         HTTPStatus.INTERNAL_SERVER_ERROR, f"an error of the server itself ({type(error).__name__})"
@@ -252,10 +255,10 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
         self._requests = Counter("stillhouse_requests", "answered requests", ["path", "status"], registry=registry)
         self._latency = Histogram(
-            "stillhouse_request_seconds", "from a request's header to its answer", ["path"],
+            "stillhouse_request_seconds", "seconds from a request's header to its answer", ["path"],
             buckets=_SECONDS, registry=registry,
         )  # fmt: skip
-        self._tokens = Counter("stillhouse_tokens", "tokens that the model has read and written", registry=registry)
+        self._tokens = Counter("stillhouse_tokens", "tokens of the computed batches", registry=registry)
         self.failed_batches = Counter(
             "stillhouse_failed_batches", "batches whose forward pass failed", registry=registry
         )
@@ -263,9 +266,9 @@ class Metrics:
             "stillhouse_batch_tokens", "tokens of a batch", buckets=_TOKENS, registry=registry
         )
         self._batch_seconds = Histogram(
-            "stillhouse_batch_seconds", "time of a batch in the model", buckets=_SECONDS, registry=registry
+            "stillhouse_batch_seconds", "seconds that the model took for a batch", buckets=_SECONDS, registry=registry
         )
-        held = Gauge("stillhouse_held_tokens", "tokens accepted and not answered completely", registry=registry)
+        held = Gauge("stillhouse_held_tokens", "tokens of requests without a complete answer", registry=registry)
         held.set_function(lambda: queue.held)
         waiting = Gauge("stillhouse_waiting_sequences", "sequences that wait for the model", registry=registry)
         waiting.set_function(lambda: len(queue.items))

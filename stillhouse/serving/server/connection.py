@@ -21,22 +21,23 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stillhouse.serving.server.gate import OPEN_PATHS, RequestError
 
-#: seconds for which a connection waits for the header of a request, or for more data of a body after an early answer
+#: the maximum number of seconds that a connection waits for the complete header of a request, or for more data of a
+#: body that was answered before all of it was read
 HEADER_SECONDS = 10.0
-#: limits for the rest of a body after an early answer
+#: the limits for reading the rest of a body that was answered before all of it was read
 LATE_BYTES, LATE_SECONDS = 2**30, 120.0
-#: the maximum number of connections at a time, and the number of them that must have no request
+#: the maximum number of connections at a time, and how many of these connections are kept without a request
 CONNECTIONS, SPARE = 2048, 64
-#: the maximum number of seconds for which a client may read each piece of an answer
+#: the maximum number of seconds that a client may take to read each piece of an answer
 SEND_SECONDS = 120.0
-#: the maximum number of seconds for sending the last answers
+#: the maximum number of seconds for sending the last answers when the server ends
 LAST_SECONDS = 60.0
 #: the maximum number of connections that the operating system queues until the server accepts them
 BACKLOG = 2048
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Make a socket that is bound to an address. Raises OSError if the address cannot be used."""
+    """Return a socket that is bound to an address. Raises OSError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only on a socket with IPPROTO_TCP; without TCP_NODELAY, answers wait 40 ms for an ACK
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -85,7 +86,9 @@ class HttpThread:
 
 
 def most_connections() -> int:
-    """The most connections at a time. Each needs a file descriptor, and the model's libraries need others."""
+    """Return the maximum number of connections at a time. Each connection needs a file descriptor, and at most half
+    of the process's descriptors are for connections, because the model's libraries need the others.
+    """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_bounded = descriptors != resource.RLIM_INFINITY
     return max(2 * SPARE, min(CONNECTIONS, descriptors // 2)) if is_bounded else CONNECTIONS
@@ -130,7 +133,7 @@ class Connection(H11Protocol):
 
     def _begin_to_wait(self) -> None:
         def give_up() -> None:
-            self.transport.close()  # first sends the rest of the last answer; a client that stops reading is aborted
+            self.transport.close()  # sends the rest of the last answer first; `abort` if the client does not read
             self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
         self._end_to_wait()
@@ -144,10 +147,11 @@ class Connection(H11Protocol):
 
 
 def drained(app: ASGIApp) -> ASGIApp:
-    """After an early answer, for example to a body that is too large, read and discard the rest of the body.
+    """Wrap an application: after an answer that was sent before the whole body was read, for example because the body
+    is too large, read and discard the rest of the body.
 
-    Otherwise a client that sends its whole body before it reads would get a connection reset instead of the answer.
-    Reading stops after `LATE_BYTES`, after `LATE_SECONDS`, or if nothing arrives for `HEADER_SECONDS`.
+    Without this, a client that sends its whole body before it reads would get a connection reset instead of the
+    answer. Reading stops after `LATE_BYTES`, after `LATE_SECONDS`, or if nothing arrives for `HEADER_SECONDS`.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,8 +188,8 @@ class _UnreadError(Exception):
 
 
 class Room:
-    """The outermost layer. It answers 503 if fewer than `SPARE` connections would remain without a request, except on
-    `OPEN_PATHS`. It drops answers that cannot be sent.
+    """The outermost layer of the application. It answers 503 if fewer than `SPARE` connections would remain without a
+    request, except on `OPEN_PATHS`. It drops answers that cannot be sent.
 
     An answer cannot be sent if uvicorn has answered invalid HTTP on the same connection while a route was answering,
     or if the client does not read. The connection of a client that does not read is closed.

@@ -1,7 +1,7 @@
-"""Parts that all routes share: errors in the OpenAI API's format as in vLLM, JSON requests, the check of the bearer
-token or of the host name, and answers that are sent in pieces.
+"""Functions that all routes share: errors in the OpenAI API's format as in vLLM, parsing of JSON requests, the check
+of the bearer token or of the host name, and answers that are sent in pieces.
 
-The middleware is plain ASGI, so that it can refuse a request without the token before it reads any of the body.
+The middleware (`gate`) is plain ASGI, so that it can refuse a request before any of the body is read.
 """
 
 import asyncio
@@ -49,24 +49,24 @@ def error_type(status: int) -> str:
 
 
 def refused(message: str, param: str | None = None) -> RequestError:
-    """The error for an invalid request. param: the invalid field."""
+    """Return the error for an invalid request. param: the invalid field."""
     return RequestError(HTTPStatus.BAD_REQUEST, message, param=param)
 
 
 def busy(message: str, seconds: int = 1, headers: Mapping[str, str] | None = None) -> RequestError:
-    """The error of a server that has reached a limit. seconds: the time after which the client may try again."""
+    """Return the error of a server that is at a limit. seconds: the time after which the client should try again."""
     headers = {"Retry-After": str(seconds), **(headers or {})}
     return RequestError(HTTPStatus.TOO_MANY_REQUESTS, message, headers=headers)
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI descriptions of the errors with these statuses."""
+    """Return the OpenAPI descriptions of the errors with these statuses."""
     content = {"application/json": {"schema": {"type": "object", "required": ["error"]}}}
     return {status: {"description": error_type(status), "content": content} for status in statuses}
 
 
 def parse_json(content: bytes, kind: type[Body], named: int = 2) -> Body:
-    """Parse a body. Raises RequestError if it is invalid. named: the most levels of the field's path in errors."""
+    """Parse a body. Raises RequestError if it is invalid. named: the most levels of a field's path in errors."""
     try:
         require_few_lists(content)
         return kind.model_validate_json(content)
@@ -80,7 +80,7 @@ def parse_json(content: bytes, kind: type[Body], named: int = 2) -> Body:
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int | None]:
-    """The field `usage` of an answer in the OpenAI API."""
+    """Return the field `usage` of an answer in the OpenAI API."""
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -91,11 +91,12 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int | None]:
 
 
 def scope_error(token: str | None, host: str, scope: Scope) -> RequestError | None:
-    """The error of a request without the bearer token.
+    """Return the error for a request without the server's bearer token, or None if the request is accepted.
 
-    A server without a token on loopback instead refuses requests to another host name and requests from a web page of
-    another site. Otherwise such a page could send requests through a browser on this machine: with a form, or with a
-    host name that the site lets point to 127.0.0.1 (DNS rebinding), so that the page could also read the answers.
+    A server on loopback without a token refuses requests to another host name, and requests from a web page of
+    another site. Without this check, such a page could send requests through a browser on this machine: with a form,
+    or with a host name that its site resolves to 127.0.0.1 (DNS rebinding). With such a name, the page could also
+    read the answers.
     """
     if scope["path"] in OPEN_PATHS or (token is None and not is_loopback(host)):
         return None
@@ -108,7 +109,7 @@ def scope_error(token: str | None, host: str, scope: Scope) -> RequestError | No
             "expected the header `Authorization: Bearer` with this server's token",
             headers={"WWW-Authenticate": "Bearer"} | unread_headers(scope),
         )
-    instead = "start it with a token (STILLHOUSE_TOKEN) for clients that use another name"
+    instead = "start the server with a token (STILLHOUSE_TOKEN) to allow such requests"
     refusals = {
         b"host": (
             HTTPStatus.MISDIRECTED_REQUEST,
@@ -117,7 +118,8 @@ def scope_error(token: str | None, host: str, scope: Scope) -> RequestError | No
         ),
         b"origin": (
             HTTPStatus.FORBIDDEN,
-            f"a request of another site's page (the header `Origin`), and this server has no token; {instead}",
+            "the request is from a web page of another site (the header `Origin`), and this server has no token; "
+            f"{instead}",
         ),
     }
     for name, value in scope["headers"]:
@@ -141,7 +143,10 @@ def is_loopback(host: str) -> bool:
 def gate(
     app: ASGIApp, error_of: Callable[[Scope], RequestError | None], count: Callable[[str, int, float], None]
 ) -> ASGIApp:
-    """Answer with `error_of`'s error, if there is one. count: receives path, status and seconds of each answer."""
+    """Wrap an application: if `error_of` returns an error for a request, answer with this error instead.
+
+    count: is called with the path, the status and the seconds of each answer.
+    """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         started, status = asyncio.get_running_loop().time(), int(HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -182,7 +187,8 @@ class InPieces(Response):
 
 
 def unread_headers(scope: Scope) -> dict[str, str]:
-    """Headers of an answer that is sent before the request's body was read. The rest of the body is discarded (see
-    `drained`). But a client that waits for `100 Continue` never sends the body, so its connection is closed.
+    """Return the headers of an answer that is sent before the request's body was read. The rest of the body is
+    discarded (see `drained`). But a client that waits for `100 Continue` never sends the body, so its connection is
+    closed.
     """
     return {"Connection": "close"} if any(name == b"expect" for name, _ in scope["headers"]) else {}

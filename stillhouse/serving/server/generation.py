@@ -38,17 +38,21 @@ from stillhouse.serving.server.role import Limits, ModelOptions, longest_sequenc
 from stillhouse.serving.server.weight_updates import FIRST_VERSION, WeightUpdates
 from stillhouse.serving.wire import FirstWrong, ReceivedImages, StrictBody, TokenId, decode_images, decode_prompt
 
-#: the approximate size of an answer per token
+#: the approximate number of bytes of an answer per token
 _TOKEN_BYTES = 64
 _WEIGHTS_BYTES = 16 * 1024
-#: lower temperatures above 0 would overflow. vLLM replaces them by this temperature, and this server refuses them
+#: temperatures between 0 and this value would overflow. vLLM replaces them by this value; this server refuses them
 LOWEST_TEMPERATURE = 0.01
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 @dataclass(frozen=True, eq=False)
 class GenerationPart:
-    """tokens: the most tokens of prompt and completion together. images: the images of the prompt, or None."""
+    """A completion to generate.
+
+    tokens: the maximum number of tokens of the prompt and the completion together.
+    images: the images of the prompt, or None.
+    """
 
     request: GenerationRequest
     tokens: int
@@ -61,7 +65,7 @@ class GenerationPart:
 
 @dataclass(frozen=True, eq=False)
 class VersionedCompletion:
-    """A completion and the version of the weights. stop: the stop text that ended the completion, or None."""
+    """A completion. version: the label of its weights. stop: the stop text that ended it, or None."""
 
     completion: Completion
     version: str
@@ -116,9 +120,9 @@ class CompletionWriter:
         lock = asyncio.Lock()
 
         def generate(content: bytes, kind: str) -> Parsed:
-            """A completion as token ids, with log-probabilities and the version of the weights, in vLLM's format.
+            """Generate a completion: token ids, log-probabilities and the version of the weights, in vLLM's format.
 
-            A prompt with images is a safetensors body (see stillhouse/serving/wire.py).
+            A request for a prompt with images has a safetensors body (see stillhouse/serving/wire.py).
             """
             sent: ReceivedImages = None, {}
             try:
@@ -145,7 +149,7 @@ class CompletionWriter:
             openapi_extra=required_body({JSON: WeightsBody.model_json_schema()}),
         )
         async def weights(request: Request) -> Response:
-            """Load a folder of published weights for all later batches. Answers when the weights are in use."""
+            """Load published weights from a folder for all later batches. The answer is sent when they are in use."""
             async with application.read_body(request, {JSON: _WEIGHTS_BYTES}) as (content, _):
                 body = parse_json(content, WeightsBody)
             if application.queue.is_draining:
@@ -164,7 +168,7 @@ class CompletionWriter:
     def check(self, parts: Sequence[GenerationPart]) -> None:
         self._images.check([(part.request.prompt_ids, part.images) for part in parts], "images")
         if any(part.request.prompt_ids[-1] in self._images.placeholder_ids for part in parts):
-            raise refused("the prompt ends with an image: expected text behind it", "images")
+            raise refused("the prompt ends with an image: expected text after the image", "images")
 
     def compute(self, parts: Sequence[GenerationPart]) -> list[VersionedCompletion | NotFiniteError]:
         requests = [part.request for part in parts]
@@ -192,8 +196,11 @@ class CompletionWriter:
 
 
 class WeightsBody(StrictBody):
-    """folder: a folder of published weights on this machine (see `published_folder.py`). version: the label of later
-    completions. manifest: the sha256 of the manifest.json that the run has written. If it is null, any is accepted.
+    """A request to load new weights.
+
+    folder: a folder of published weights on the server's machine (see `published_folder.py`). version: the label of
+    completions with these weights. manifest: the sha256 of the manifest.json that the run has written; null accepts
+    any manifest.
     """
 
     folder: str = Field(min_length=1, max_length=4096)
@@ -205,31 +212,31 @@ class SamplingBody(StrictBody):
     """The sampling of a completion. Fields with one allowed value exist for clients that always send them."""
 
     n: Literal[1] = 1
-    max_tokens: int = Field(default=16, ge=1, description="tokens of the completion, its end included")
-    temperature: float = Field(default=1.0, ge=0, le=100, description="0: the top token")
+    max_tokens: int = Field(default=16, ge=1, description="the maximum number of tokens, including an end token")
+    temperature: float = Field(default=1.0, ge=0, le=100, description="0: the most probable token")
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1, lt=2**31, description="0 or -1: all tokens")
     min_p: float = Field(default=0.0, ge=0, le=1)
-    seed: int | None = Field(default=None, ge=0, lt=2**63, description="null: a random one")
+    seed: int | None = Field(default=None, ge=0, lt=2**63, description="null: a random seed")
     stop: StopText | FirstWrong[StopText] | None = Field(
-        default=None, description="at most 16; they stay in the completion"
+        default=None, description="at most 16 texts; the text that ends the completion stays in it"
     )
     stop_token_ids: FirstWrong[TokenId] | None = Field(default=None, max_length=256)
-    ignore_eos: bool = Field(default=False, description="end only at stop_token_ids, not at the model's end tokens")
-    logprobs: Literal[0, 1] | None = Field(default=None, description="0 or 1: that of the token itself")
+    ignore_eos: bool = Field(default=False, description="whether to go on after the model's end tokens")
+    logprobs: Literal[0, 1] | None = Field(default=None, description="0 or 1: the log-probability of each token")
     prompt_logprobs: None = None
     presence_penalty: float = Field(default=0.0, ge=0, le=0)
     frequency_penalty: float = Field(default=0.0, ge=0, le=0)
     repetition_penalty: float = Field(default=1.0, ge=1, le=1)
-    detokenize: bool = Field(default=False, description="no effect: the answer has token ids")
-    skip_special_tokens: bool = Field(default=True, description="no effect: the answer has token ids")
-    include_stop_str_in_output: bool = Field(default=True, description="no effect: the tokens stay in the answer")
+    detokenize: bool = Field(default=False, description="no effect: the answer has only token ids")
+    skip_special_tokens: bool = Field(default=True, description="no effect: the answer has only token ids")
+    include_stop_str_in_output: bool = Field(default=True, description="no effect: the answer has all token ids")
 
 
 class GenerateBody(StrictBody):
     token_ids: FirstWrong[TokenId] = Field(min_length=1, description="the prompt")
     sampling_params: SamplingBody
-    model: str | None = Field(default=None, description="the name of this server's model, if given")
+    model: str | None = Field(default=None, description="the name of this server's model, or null")
     request_id: str | None = Field(default=None, max_length=256)
     return_token_ids: bool = Field(default=False, description="whether the answer repeats the prompt")
     output_mode: Literal["tokens"] = "tokens"
@@ -239,14 +246,15 @@ class GenerateBody(StrictBody):
 def generation_part(
     body: GenerateBody, limits: Limits, eos_ids: Sequence[int], images: DocumentMedia | None = None
 ) -> GenerationPart:
-    """The part for the queue. eos_ids: the model's end tokens. Raises RequestError if the request exceeds a limit."""
+    """Make the part of a request. eos_ids: the model's end tokens. Raises RequestError if it exceeds a limit."""
     options = body.sampling_params
     limits.check_documents([body.token_ids], "token_ids")
     tokens = len(body.token_ids) + options.max_tokens
     if tokens > limits.max_tokens:
         raise refused(
             f"{len(body.token_ids)} tokens of the prompt and max_tokens={options.max_tokens}: expected at most "
-            f"{limits.max_tokens} together (the model's positions, and the server's --batch-tokens)",
+            f"{limits.max_tokens} together (the smaller of the model's number of positions and the server's "
+            "--batch-tokens)",
             "sampling_params.max_tokens",
         )
     if 0 < options.temperature < LOWEST_TEMPERATURE:
@@ -281,7 +289,7 @@ def generation_answer(body: GenerateBody, model: str, results: Sequence[Versione
     stop_reason: str | int | None = result.stop
     if completion.finish == "stop" and ids[-1] in (options.stop_token_ids or ()):
         stop_reason = ids[-1]
-    entries = [  # the rank of the token is not computed
+    entries = [  # the rank is null, because it is not computed
         {"token_id": token, "logprob": log_prob, "rank": None, "top_logprobs": []}
         for token, log_prob in zip(ids, log_probs, strict=True)
     ]

@@ -1,7 +1,8 @@
-"""The queue between the HTTP server and the model. It has a limit, and is divided into batches by a token budget.
+"""The queue between the HTTP thread, which adds requests, and the model's thread, which takes batches of their parts.
 
 A request has one or more parts: documents to score, or a completion to generate. The tokens of a request count
-towards the limit until its answer has been sent. So the limit also bounds answers that wait for slow clients.
+towards the limit of the queue until the answer has been sent. So the limit also bounds the memory of answers that
+wait for slow clients.
 """
 
 import threading
@@ -16,7 +17,7 @@ from stillhouse.serving.server.gate import ENDING, RequestError, busy
 
 
 class Part(Protocol):
-    """A part of a request. tokens: its size in the token budget of a batch."""
+    """A part of a request. tokens: the tokens that count towards the limits of a batch and of the queue."""
 
     @property
     def tokens(self) -> int: ...
@@ -58,8 +59,8 @@ class RequestQueue:
     queue_tokens: the most tokens of all requests that are accepted and not yet completely answered.
     ends: returns whether the server must end. It is called for each request, because the model's thread may compute
     for minutes before it calls `drain`.
-    deterministic: whether all parts of a batch belong to one request. Otherwise an answer depends on other clients,
-    because the rounding of a matrix product depends on its number of rows.
+    deterministic: whether all parts of a batch belong to one request. If not, an answer depends on the requests of
+    other clients, because the rounding of a matrix product depends on its number of rows.
     """
 
     def __init__(self, batch_tokens: int, queue_tokens: int, ends: Callable[[], bool], *, deterministic: bool):
@@ -100,7 +101,7 @@ class RequestQueue:
         return ticket
 
     def release(self, ticket: Ticket) -> None:
-        """End a request after its answer was sent or its client has disconnected. Waiting parts are dropped."""
+        """End a request after its answer was sent or its client has disconnected. Its waiting parts are dropped."""
         with self._changed:
             ticket.results.cancel()
             if not ticket.is_released:

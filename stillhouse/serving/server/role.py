@@ -1,6 +1,6 @@
 """The role of a server: a set of routes, the model that computes their results, and the limits of their requests.
 
-The roles are a teacher's signals (`served_teacher.py`) and completions (`generation.py`).
+One role computes a teacher's signals (`served_teacher.py`), the other role generates completions (`generation.py`).
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ MIB = 2**20
 class Limits:
     """The limits of a client's request. A request that exceeds a limit is refused before it reaches the model.
 
-    vocabulary: the number of rows of the model's head. max_tokens: tokens per sequence.
-    max_request_tokens, max_sequences: tokens and sequences per request. max_top_k: ids per token.
-    json_bytes, binary_bytes: bytes of one body. image_bytes: the additional bytes of a binary body for images.
-    bodies_bytes: bytes of all bodies that are in memory at a time, without images.
+    vocabulary: the number of rows of the model's head. The other fields are maximum numbers.
+    max_tokens: tokens of a sequence. max_request_tokens: tokens of a request. max_sequences: sequences of a request.
+    max_top_k: ids per token. json_bytes: bytes of a JSON body. binary_bytes: bytes of a safetensors body without its
+    images. image_bytes: bytes of the images of a body. bodies_bytes: bytes of all bodies in memory, without images.
     """
 
     vocabulary: int
@@ -51,7 +51,7 @@ class Limits:
         return min(self.max_top_k, self.vocabulary)
 
     def id_outside(self, ids: np.ndarray, least: int = 0) -> int | None:
-        """An id below `least` or beyond the vocabulary, or None if all ids are valid."""
+        """Return an id below `least` or beyond the vocabulary, or None if all ids are valid."""
         smallest, largest = int(ids.min()), int(ids.max())
         return smallest if smallest < least else largest if largest >= self.vocabulary else None
 
@@ -68,21 +68,23 @@ class Limits:
         for number, tokens in enumerate(documents):
             if not 1 <= len(tokens) <= self.max_tokens:
                 raise refused(
-                    f"sequence {number} has {len(tokens)} tokens: expected 1 to {self.max_tokens} (the model's "
-                    "positions, and the server's --batch-tokens)",
+                    f"sequence {number} has {len(tokens)} tokens: expected 1 to {self.max_tokens} (the smaller "
+                    "of the model's number of positions and the server's --batch-tokens)",
                     param,
                 )
             if (wrong := self.id_outside(np.asarray(tokens))) is not None:
                 raise refused(
                     f"sequence {number} has the token id {wrong}: expected 0 to {self.vocabulary - 1}, the rows of "
-                    "the teacher's head",
+                    "the model's head",
                     param,
                 )
 
 
 class Role(Protocol):
-    """name: the model's name for clients. info: the answer of `GET /v1/info`. description: log lines that describe
-    the served model. Both are empty except on the first process.
+    """The model of a server, with the routes whose answers it computes.
+
+    name: the model's name for clients. info: the answer of `GET /v1/info`; empty except on the first process.
+    description: log lines that describe the served model; empty except on the first process.
     survives_failures: whether the server may continue after the computation of a batch has failed.
     """
 
@@ -95,22 +97,24 @@ class Role(Protocol):
     def add_routes(self, application: "Application") -> None: ...
 
     def check(self, parts: Sequence[Any]) -> None:
-        """Raise RequestError for images that the model's processor would not make, and for image tokens in texts."""
+        """Raise RequestError for images that the processor cannot have made, or placeholder tokens without images."""
 
     def compute(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Compute a batch. Returns the result of each part, or an error."""
+        """Compute a batch. Returns, for each part, its result or a NotFiniteError."""
 
     def between_batches(self) -> None:
-        """Called before each batch, and several times a second while there is no request."""
+        """Do work that must not interrupt a batch. Called before each batch, and often while the queue is empty."""
 
     def end(self) -> None:
-        """Called after the last batch."""
+        """End the role's work. Called after the last batch."""
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """name: a folder or a hub id. dtype: "auto" means the saved dtype. device: "auto" means a GPU if there is one.
-    attention: see `student.attention` of a run. revision: the revision of a hub id.
+    """The options with which a server loads its model.
+
+    name: a folder or a hub id. dtype: "auto" means the saved dtype. device: "auto" means a GPU if there is one.
+    attention: see the key `student.attention` of a run. revision: the revision of a hub id.
     images: whether the model reads images.
     quantize: "int8", "nf4" or "fp8" (see `quantized.py`), only for a single process. None: do not quantize.
     """
@@ -145,7 +149,7 @@ class ModelOptions:
 
 
 def model_info(name: str, decoder: Decoder, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The fields of `GET /v1/info` that both roles have."""
+    """Return the fields of `GET /v1/info` that do not depend on the role."""
     return {
         "stillhouse": __version__,
         "wire": WIRE_FORMAT,
@@ -158,7 +162,7 @@ def model_info(name: str, decoder: Decoder, tokenizer: PreTrainedTokenizerBase) 
 
 
 def longest_sequence(decoder: Decoder, batch_tokens: int) -> int:
-    """The most tokens of a sequence: the smaller of the model's number of positions and `batch_tokens`."""
+    """Return the maximum length of a sequence: the smaller of the model's number of positions and `batch_tokens`."""
     reach = ModelFacts(decoder.config).max_positions
     longest = batch_tokens if reach is None else min(int(reach), batch_tokens)
     check_document_length(decoder.pretrained, longest, "teacher")

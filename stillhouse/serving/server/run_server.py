@@ -36,7 +36,7 @@ from stillhouse.serving.server.request_queue import Item, RequestQueue
 from stillhouse.serving.server.role import ModelOptions, Role
 from stillhouse.serving.server.served_teacher import ServedTeacher
 
-#: while no request arrives, the server checks at least once in this number of seconds whether it must end
+#: the maximum number of seconds between two checks of whether the server must end, while no request arrives
 LOOK_SECONDS = 0.1
 #: the server ends after this number of failed batches in a row. Batches that failed for lack of memory do not count
 MAX_FAILURES = 3
@@ -59,14 +59,14 @@ def run_server(
     weights_root: Path | None,
     deterministic: bool,
 ) -> None:
-    """Serve a model until a signal such as SIGTERM (see `preemption.handling`). The command describes the options.
+    """Serve a model until a signal such as SIGTERM arrives. `stillhouse serve --help` describes the options.
 
-    Raises ValueError if the model cannot be served, if the token is invalid in a header, or if other machines can
+    Raises ValueError if the model cannot be served, if the token cannot be sent in a header, or if other machines can
     reach the address and there is no token. Raises OSError if the address cannot be used.
     """
     if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
         raise ValueError(
-            "the token is empty or has characters that no HTTP header holds: expected ASCII without spaces"
+            "the token is empty or cannot be sent in a header: expected printable ASCII characters without spaces"
         )
     if token is None and require_token and not is_loopback(host):
         raise ValueError(
@@ -74,11 +74,13 @@ def run_server(
             "or --no-token to serve everyone"
         )
     if queue_tokens is not None and queue_tokens < batch_tokens:
-        raise ValueError(f"queue tokens {queue_tokens}: expected at least the {batch_tokens} tokens of a batch")
+        raise ValueError(
+            f"--queue-tokens {queue_tokens}: expected at least {batch_tokens}, the value of --batch-tokens"
+        )
     if generate and process_count() > 1:
         raise ValueError(
-            f"--generate under {process_count()} processes: expected one process, which has the whole model; start a "
-            "server for each GPU, or vLLM for a model that does not fit on one"
+            f"--generate under {process_count()} processes: expected one process with the whole model; start a "
+            "server for each GPU, or use vLLM if the model does not fit on one GPU"
         )
     if deterministic:
         use_deterministic_algorithms()
@@ -148,7 +150,7 @@ def _compute(application: Application, batch: Sequence[Item], failures: int) -> 
         # forward pass that has failed on this rank.
         metrics.failed_batches.inc()
         is_memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
-        problem = "too little memory for a batch: send less at a time" if is_memory else "the forward pass has failed"
+        problem = "too little memory for a batch: send fewer tokens" if is_memory else "the forward pass has failed"
         for ticket, _ in batch:
             ticket.fail(RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, problem))
         print(f"a batch of {tokens:,} tokens failed: {first_line(error)}", file=sys.stderr, flush=True)

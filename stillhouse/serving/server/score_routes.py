@@ -1,7 +1,7 @@
 """The routes of a teacher: for its signals, its output head and the other files of its folder.
 
 `POST /v1/completions` follows the OpenAI API, with vLLM's `prompt_logprobs` at temperature 1. A teacher generates no
-text: `max_tokens` is 0 or 1, and the only token of an answer is the most probable token. A request with an unknown or
+text: `max_tokens` must be 0 or 1, and with 1, the answer has the most probable token. A request with an unknown or
 unsupported field is refused.
 """
 
@@ -41,7 +41,10 @@ from stillhouse.signals.signal_spec import DocumentRows
 def add_teacher_routes(
     application: Application, folder: Path, tokenizer: PreTrainedTokenizerBase, identity: str
 ) -> None:
-    """folder: the folder of the files that clients can download. identity: the hash of the teacher's weights."""
+    """Add a teacher's routes to an application.
+
+    folder: the folder of the files that clients can download. identity: the hash that identifies the teacher.
+    """
     role, limits, names = application.role, application.role.limits, application.role.info["files"]
 
     @application.api.get("/v1/head", responses=_file("the teacher's output head, as a safetensors file"))
@@ -50,21 +53,21 @@ def add_teacher_routes(
 
     @application.api.get("/v1/files/{name}", responses=_file("a file of the teacher's folder") | errors(404))
     async def files(name: str) -> FileResponse:
-        """A configuration or tokenizer file. The field `files` of `/v1/info` lists the names."""
+        """Return a configuration or tokenizer file. The field `files` of `/v1/info` lists the names."""
         if name not in names or name == HEAD_FILE:
             raise RequestError(
-                HTTPStatus.NOT_FOUND, "no such file: expected a name of `files` in /v1/info", param="name"
+                HTTPStatus.NOT_FOUND, "no such file: expected a name from the field `files` of /v1/info", param="name"
             )
         return FileResponse(folder / name, media_type="application/octet-stream")
 
     def score(content: bytes, kind: str) -> Parsed:
-        """The teacher's signals for token ids."""
+        """Return the teacher's signals for token ids."""
         try:
             signal, documents = decode_request(content, kind, limits.max_sequences)
         except ValueError as error:
             raise refused(str(error)) from error
         if signal.kind not in (signals := role.info["signals"]):
-            raise refused(f"signal '{signal.kind}': this server has {', '.join(signals)}", "signal")
+            raise refused(f"signal '{signal.kind}': expected one of {', '.join(signals)}", "signal")
         if signal.top_k is not None and signal.top_k > limits.most_ids:
             raise refused(f"top_k={signal.top_k}: expected at most {limits.most_ids}", "top_k")
         limits.check_documents([document.tokens for document in documents], "token_ids")
@@ -72,18 +75,18 @@ def add_teacher_routes(
             if document.ids_NK is None or not document.ids_NK.numel():
                 continue
             if (wrong := limits.id_outside(document.ids_NK.numpy(), -1)) is not None:
-                raise refused(f"ids: got {wrong}, expected −1 for none, or 0 to {limits.vocabulary - 1}", "ids")
+                raise refused(f"ids: got {wrong}, expected −1 (for no id), or 0 to {limits.vocabulary - 1}", "ids")
         parts = [ScoreRequest(document, signal) for document in documents]
         return parts, partial(encode_answer, identity, signal)
 
     def complete(content: bytes, _: str) -> Parsed:
-        """Prompt log-probabilities in vLLM's format."""
+        """Return log-probabilities of prompts in vLLM's format."""
         body = parse_json(content, CompletionBody, named=1)
         if body.max_tokens not in (0, 1):
             only = "expected 0 or 1, because this server scores text and generates none"
             raise refused(f"max_tokens={body.max_tokens}: {only}", "max_tokens")
         if body.logprobs is not None and body.max_tokens == 0:
-            raise refused("logprobs with max_tokens=0: expected max_tokens=1, or prompt_logprobs", "logprobs")
+            raise refused("logprobs with max_tokens=0: expected max_tokens=1, or prompt_logprobs instead", "logprobs")
         application.require_model(body.model)
         parts = completion_parts(body, tokenizer, limits)
         return parts, partial(completion_answer, body, role.name, parts, tokenizer)
@@ -92,7 +95,7 @@ def add_teacher_routes(
         return sum(tensor.nbytes for tensors in results for tensor in tensors.values())
 
     schemas = {JSON: ScoreBody.model_json_schema(), SAFETENSORS: BINARY}
-    answers = _file("see stillhouse/serving/wire.py")
+    answers = _file("the signals, as a safetensors file (see stillhouse/serving/wire.py)")
     application.add_operation("/v1/score", score, schemas, tensor_bytes, SAFETENSORS, answers)
     schemas = {JSON: CompletionBody.model_json_schema()}
     application.add_operation("/v1/completions", complete, schemas, tensor_bytes)
@@ -107,19 +110,22 @@ LOWEST = -9999.0
 
 
 class CompletionBody(StrictBody):
-    """A request. Fields with one allowed value exist for clients that always send them."""
+    """A request for prompt log-probabilities.
 
-    model: str | None = Field(default=None, description="the name of this server's teacher, if given")
+    Fields with one allowed value exist for clients that always send them.
+    """
+
+    model: str | None = Field(default=None, description="the name of this server's teacher, or null")
     prompt: str | FirstWrong[str] | FirstWrong[TokenId] | FirstWrong[FirstWrong[TokenId]]
-    max_tokens: int = Field(default=16, description="0 or 1 here; 1 gives the top token")
-    prompt_logprobs: int | None = Field(default=None, ge=0, description="the top ids per token of the prompt")
-    logprobs: int | None = Field(default=None, ge=0, description="the top ids at the one token of the answer")
+    max_tokens: int = Field(default=16, description="0 or 1; with 1, the answer has the top token")
+    prompt_logprobs: int | None = Field(default=None, ge=0, description="the number of top ids per prompt token")
+    logprobs: int | None = Field(default=None, ge=0, description="the number of top ids for the answer's token")
     temperature: float | None = Field(
-        default=None, ge=0, description="no effect: the answer's token is the top one, log-probs are at temperature 1"
+        default=None, ge=0, description="no effect: the temperature is 1, and the answer has the top token"
     )
-    add_special_tokens: bool = Field(default=True, description="of a prompt that is text")
+    add_special_tokens: bool = Field(default=True, description="whether a prompt that is text gets special tokens")
     return_token_ids: bool = Field(default=False)
-    return_tokens_as_token_ids: bool = Field(default=False, description="token_id:5 in place of text in logprobs")
+    return_tokens_as_token_ids: bool = Field(default=False, description="whether logprobs has token_id:5, not text")
     n: Literal[1] = 1
     echo: Literal[False] = False
     stream: Literal[False] = False
@@ -128,7 +134,7 @@ class CompletionBody(StrictBody):
 
 
 def completion_parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> list[ScoreRequest]:
-    """The parts of a request, one for each prompt. Raises RequestError if the request exceeds a limit."""
+    """Make the parts of a request, one for each prompt. Raises RequestError if the request exceeds a limit."""
     most = limits.most_ids
     for name, count in (("prompt_logprobs", body.prompt_logprobs), ("logprobs", body.logprobs)):
         if count is not None and count > most:
@@ -150,7 +156,7 @@ def completion_parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, l
         except ValueError as error:
             raise refused(str(error), "prompt") from error
     if not prompts:
-        raise refused("prompt: expected one prompt or more", "prompt")
+        raise refused("prompt: expected at least one prompt", "prompt")
     limits.check_documents(prompts, "prompt")
     wanted = Ranked(max(body.prompt_logprobs or 0, body.logprobs or 0, body.max_tokens))
     # without prompt_logprobs, only the last row is needed
@@ -168,7 +174,7 @@ def completion_answer(
     tokenizer: PreTrainedTokenizerBase,
     results: Sequence[dict[str, Tensor]],
 ) -> bytes:
-    """The answer as JSON. results: the tensors of each part."""
+    """Encode the answer as JSON. results: the tensors of each part."""
     choices = []
     for index, (part, tensors) in enumerate(zip(parts, results, strict=True)):
         tokens, log_probs = part.document.tokens.tolist(), None
@@ -210,7 +216,7 @@ def completion_answer(
 def _prompt_logprobs(
     count: int | None, tokens: Sequence[int], tensors: dict[str, Tensor]
 ) -> list[dict[str, dict[str, Any]] | None] | None:
-    """For each prompt token, the entries of this token and of the top ids, or None for the first token."""
+    """Return, for each prompt token, the entries of this token and of the top ids; None for the first token."""
     if count is None:
         return None
     entries: list[dict[str, dict[str, Any]] | None] = [None]

@@ -1,8 +1,8 @@
 """The teacher of a server: the model, sharded over the ranks of the job, and the files that clients download.
 
-Rank 0 broadcasts each batch to the other tensor-parallel ranks as the bytes of one safetensors file, so that received
-bytes cannot run code. The number of bytes is sent first. Two special values of this number mean that there is no
-batch yet (so that the collective does not time out), and that the server ends.
+Rank 0 broadcasts each batch to the other tensor-parallel ranks as the bytes of one safetensors file, because decoding
+this format cannot run code. It broadcasts the number of bytes first. Instead of this number, `_NOTHING` means that
+there is no batch yet (so that the waiting ranks do not time out), and `_END` means that the server ends.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ from stillhouse.signals.scorer import Outcome, Scorer, ScoreRequest, proven_medi
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 from stillhouse.signals.teacher_folder import head_of, save_teacher
 
-#: the signals that one process can compute, and the signals under tensor parallelism ("sampled" needs all logits)
+#: the signals of a single process, and of a teacher that is sharded over ranks ("sampled" needs all logits)
 SIGNALS = ("hidden", "top_k", "chosen", "sampled")
 SIGNALS_OF_SHARDS = ("hidden", "top_k", "chosen")
 #: seconds without a batch after which rank 0 broadcasts `_NOTHING`
@@ -75,8 +75,8 @@ class ServedTeacher:
         self._is_single = self.survives_failures = process_count() == 1
         if options.quantize is not None and not self._is_single:
             raise ValueError(
-                f"--quantize {options.quantize} under {process_count()} processes, which divide plain weights: "
-                "expected one"
+                f"--quantize {options.quantize} under {process_count()} processes: quantized weights cannot "
+                "be sharded; expected one process"
             )
         mesh = join(layout.degrees, self._device, RANK_SECONDS)
         if self._is_single:
@@ -155,10 +155,10 @@ class ServedTeacher:
             self._broadcast(torch.tensor([_END]))
 
     def follow(self) -> None:
-        """Called on all processes except the first: compute the batches of the first process until it ends."""
+        """Compute the batches that the first process broadcasts, until it ends. Called on all other processes."""
         while (length := int(self._broadcast(torch.zeros(1, dtype=torch.int64)))) != _END:
             if length != _NOTHING:
-                # without a variable, which would keep the batch in memory until the next batch
+                # no variable refers to the batch, because it would keep the batch in memory until the next batch
                 self._scorer.score(_decoded(self._broadcast(torch.zeros(length, dtype=torch.uint8))))
 
     def _broadcast(self, values: Tensor) -> Tensor:

@@ -36,26 +36,29 @@ from stillhouse.rollout.published_folder import (
 )
 from stillhouse.serving.server.gate import ENDING, RequestError
 
-#: the version of the weights that the server was started with; vLLM uses the same name
+#: the label of the weights that the server was started with; vLLM uses the same label
 FIRST_VERSION = "default"
 #: the maximum number of bytes of the headers of all safetensors files together, and of an adapter's configuration
 _HEADER_BYTES, _CONFIG_BYTES = 64 * 2**20, 2**20
-_ANEW = "a server accepts either whole models or adapters: restart the server"
+_ANEW = "a server accepts only whole models or only adapters: restart the server"
 
 
 @dataclass(frozen=True, eq=False)
 class NewWeights:
-    """tensors: the weights by their names in the decoder. lora: the adapter's options, or None for a whole model."""
+    """Weights that have been read and checked, but are not in use yet.
+
+    tensors: the weights by their names in the decoder. lora: the adapter's options, or None for a whole model.
+    """
 
     tensors: Mapping[str, Tensor]
     lora: LoraOptions | None = None
 
 
 class WeightUpdates:
-    """version: the label of the current weights. Only the model's thread may call `apply` and `close`.
+    """Reads new weights and copies them into the decoder. Only the model's thread may call `apply` and `close`.
 
-    base: the identity of the decoder without an adapter.
-    root: the folder below which published folders may be. If it is None, they may be anywhere.
+    version: the label of the weights that are in use. base: the identity of the decoder without an adapter.
+    root: the folder that must contain all published folders. If it is None, they may be anywhere.
     """
 
     def __init__(self, decoder: Decoder, base: AdapterBase, root: Path | None = None):
@@ -71,7 +74,7 @@ class WeightUpdates:
             self._expected = dict(revert_weight_conversion(decoder.pretrained, empty))
         self._most_bytes = 4 * sum(map(element_count, decoder.parameters()))
         self._expected_lora: dict[LoraOptions, dict[str, Tensor]] = {}
-        #: the options of the submitted adapter, or whether a whole model was submitted
+        #: the options of the last submitted adapter (None without one), and whether a whole model was submitted
         self._lora: LoraOptions | None = None
         self._has_model = False
         self._waiting: deque[tuple[NewWeights, str, Future[None]]] = deque()
@@ -79,10 +82,11 @@ class WeightUpdates:
         self._closed = False
 
     def read(self, folder: Path, manifest: str | None = None) -> NewWeights:
-        """Read the weights of a folder. manifest: the expected sha256 of the manifest.
+        """Read the weights of a folder. manifest: the expected sha256 of the manifest; None accepts any manifest.
 
         Raises ValueError unless the folder is complete and has this manifest, all tensors fit the model, and all
-        values are finite. The error does not reveal which paths exist outside the root or, without a root, anywhere.
+        values are finite. With a root, the error does not reveal which paths exist outside the root. Without a root,
+        it does not reveal which paths exist.
         """
         shown = escaped(str(folder))[:200]
         if not folder.is_absolute() or "\0" in str(folder):
@@ -90,14 +94,14 @@ class WeightUpdates:
         if self._root is not None:
             folder = Path(os.path.realpath(folder))  # `..` and links could lead out of the root
             if not folder.is_relative_to(self._root):
-                raise ValueError(f"{shown} is not in the folder of this server's --weights-root")
+                raise ValueError(f"{shown} is not inside the folder of this server's --weights-root")
         try:
             with published_folder(folder) as published:
                 if manifest not in (None, published.sha256):
                     raise ValueError(
                         f"{shown} has another manifest than its run has published: the server sees an older or "
-                        "another folder there; expected the folder that the run writes to, on a file system that "
-                        "shows new files"
+                        "another folder at this path; expected a file system that the run and the server share, and "
+                        "that shows new files at once"
                     )
                 if published.manifest.kind == "adapter":
                     return self._adapter(shown, published)
@@ -108,11 +112,11 @@ class WeightUpdates:
             log_rank0(f"POST /v1/weights: {escaped(str(error))}")
             raise ValueError(
                 f"{shown} is no complete version of the weights that this server can read: expected the folder that "
-                "the run writes to, on a file system of both; the server's log says more"
+                "the run writes to, on a file system that the run and the server share; see the server's log"
             ) from error
 
     def submit(self, weights: NewWeights, version: str) -> "Future[None]":
-        """Submit new weights. The future is done when they are in use. version: the label of the new weights."""
+        """Submit new weights. The future is done when the weights are in use. version: their label."""
         done: Future[None] = Future()
         with self._lock:
             if self._closed:
@@ -130,12 +134,15 @@ class WeightUpdates:
                 lora = weights.lora
                 try:
                     added = add_lora(self._decoder, r=lora.r, alpha=lora.alpha, targets=list(lora.targets))
-                except (ValueError, RuntimeError) as error:  # the server ends: only some layers may have the adapter
+                except (
+                    ValueError,
+                    RuntimeError,
+                ) as error:  # perhaps only some layers have the adapter: end the server
                     done.set_exception(error)
                     raise
                 self._decoder.requires_grad_(False).eval()
                 matrices = sum(matrix.nbytes for name, matrix in self._decoder.named_parameters() if is_lora(name))
-                log_rank0(f"adapter: {lora}: {added.layers} layers, {matrices / 2**20:,.2f} MiB beside the model")
+                log_rank0(f"adapter: {lora}: {added.layers} layers, {matrices / 2**20:,.2f} MiB more than the model")
             state = self._decoder.state_dict()
             with torch.no_grad():
                 for name, tensor in weights.tensors.items():
@@ -150,13 +157,16 @@ class WeightUpdates:
             done.set_exception(RequestError(HTTPStatus.SERVICE_UNAVAILABLE, ENDING))
 
     def _model(self, shown: str, published: PublishedFolder) -> dict[str, Tensor]:
-        """The tensors by their names in the decoder. A decoder's tensor may consist of several stored tensors."""
+        """Return the tensors by their names in the decoder. One of them may consist of several stored tensors.
+
+        Raises ValueError if the server has an adapter or is quantized, or if the tensors do not fit the decoder.
+        """
         if self._lora is not None:
             raise ValueError(f"{shown} has a whole model, and the server has an adapter of a run; {_ANEW}")
         if self._expected is None:
             raise ValueError(
-                f"{shown} has a whole model, and the server's is quantized ({self._base.quantize}): expected an "
-                "adapter, or a server without --quantize"
+                f"{shown} has a whole model, and the server's model is quantized ({self._base.quantize}): expected "
+                "an adapter, or a server without --quantize"
             )
         stored = _stored(shown, published, typename(self._decoder.pretrained), self._expected)
         state, names = self._decoder.state_dict(), StoredNames(self._decoder.pretrained, stored)
@@ -179,7 +189,7 @@ class WeightUpdates:
         return tensors
 
     def _adapter(self, shown: str, published: PublishedFolder) -> NewWeights:
-        """The adapter's matrices by their names in the decoder.
+        """Return the adapter's options, and its matrices by their names in the decoder.
 
         Raises ValueError for an adapter of another base, or with other options than the first adapter.
         """
@@ -193,24 +203,30 @@ class WeightUpdates:
         here, is_other = self._base, f"{shown} has an adapter that was trained on another base than the server's"
         if base.fingerprint != here.fingerprint:
             raise ValueError(
-                f"{is_other}: the hash of its files is {escaped(base.fingerprint)[:12]}, and {here.fingerprint[:12]} "
-                "here; serve the run's student.model, with the same revision"
+                f"{is_other}: the hash of the base is {escaped(base.fingerprint)[:12]} in the run and "
+                f"{here.fingerprint[:12]} on the server; serve the run's student.model, with the same revision"
             )
         if base.quantize != here.quantize:
             kind = escaped(str(base.quantize))[:20]
             expected = "no --quantize" if base.quantize is None else f"--quantize {kind}"
             raise ValueError(
-                f"{is_other}: its quantization is {kind} there and {here.quantize} here; expected {expected}"
+                f"{is_other}: the quantization is {kind} in the run and {here.quantize} on the server; expected "
+                f"{expected}"
             )
         if base.dtype != here.dtype:
             dtype = escaped(base.dtype)[:20]
-            raise ValueError(f"{is_other}: it is {dtype} there and {here.dtype} here; expected --dtype {dtype}")
+            raise ValueError(
+                f"{is_other}: the dtype is {dtype} in the run and {here.dtype} on the server; expected --dtype "
+                f"{dtype}"
+            )
         if ADAPTER_CONFIG not in published.manifest.files:
             raise ValueError(f"{shown} has no {ADAPTER_CONFIG}: expected an adapter; publish it again")
         try:
             options = LoraOptions.of(published.read(ADAPTER_CONFIG, _CONFIG_BYTES))
             if self._lora not in (None, options):
-                raise ValueError(f"an adapter with {options}, and the server has {self._lora}: restart the server")
+                raise ValueError(
+                    f"an adapter with {options}, and the server has one with {self._lora}: restart the server"
+                )
             if options not in self._expected_lora:
                 self._expected_lora[options] = expected_lora(self._decoder, options)
             in_decoder = self._expected_lora[options]
@@ -230,7 +246,7 @@ def _stored(shown: str, published: PublishedFolder, model: str, expected: Mappin
 
     model: the name of the model that has these tensors, for messages.
     expected: the tensors that the folder must have. Their size also limits the bytes that are read.
-    Raises ValueError unless the tensors are exactly the expected tensors.
+    Raises ValueError unless the folder has exactly these tensors, with the same dtypes and shapes.
     """
     weight_bytes, other_bytes = _HEADER_BYTES + sum(tensor.nbytes for tensor in expected.values()), OTHER_BYTES
     all_tensors, files = dict[str, Tensor](), dict[str, str]()
@@ -257,7 +273,7 @@ def _stored(shown: str, published: PublishedFolder, model: str, expected: Mappin
         )
         if here != there:
             raise ValueError(
-                f"{shown} does not fit {model}: '{escaped(name)}' is {there} there and {here} in the "
+                f"{shown} does not fit {model}: '{escaped(name)}' is {there} in the folder and {here} in the "
                 "server; expected the same model with the same dtype (--dtype)"
             )
     return all_tensors
@@ -266,4 +282,4 @@ def _stored(shown: str, published: PublishedFolder, model: str, expected: Mappin
 def _require_finite(shown: str, tensors: Mapping[str, Tensor], buffers: set[str]) -> None:
     for name, tensor in tensors.items():
         if bool((tensor.isnan() if name in buffers else ~tensor.isfinite()).any()):  # a buffer may be infinite
-            raise ValueError(f"{shown}: '{name}' has values that are NaN or infinite: expected a model")
+            raise ValueError(f"{shown}: '{name}' has values that are NaN or infinite: expected finite weights")
