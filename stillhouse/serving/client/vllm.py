@@ -231,7 +231,8 @@ class VllmApi(ServerApi):
         expected = tokenizer(text, add_special_tokens=False)["input_ids"]
         if ids == expected:
             return None
-        at = next((at for at, pair in enumerate(zip(ids, expected, strict=False)) if pair[0] != pair[1]), -1)
+        differing = (at for at, pair in enumerate(zip(ids, expected, strict=False)) if pair[0] != pair[1])
+        at = next(differing, min(len(ids), len(expected)))
         return f"it makes {len(ids)} ids of a text that has {len(expected)} ids; they differ from id {at} on"
 
 

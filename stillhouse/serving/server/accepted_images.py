@@ -32,8 +32,8 @@ from stillhouse.signals.scorer import proven_media_inputs
 MAX_IMAGES, IMAGE_BYTES = 256, 256 * 2**20
 #: the pictures of a request may have the first number of pixels, plus the second number for each byte of their
 #: tensors. Without this limit, a small request could make the server process large blank pictures, which takes much
-#: memory and time. A processor that scales large pictures down to 336 × 336 pixels needs about 64 pixels per byte
-_FREE_PIXELS, _PIXELS_PER_BYTE = 2**20, 64
+#: memory and time. A processor that scales large pictures down to 336 × 336 pixels needs up to 65.3 pixels per byte
+_FREE_PIXELS, _PIXELS_PER_BYTE = 2**20, 66
 #: the maximum number of cached results of the processor for blank pictures
 _REMEMBERED = 64
 #: proves that a decoder reads images correctly, and returns the inputs of its model
