@@ -258,7 +258,8 @@ def _require_same_run(folder: Path, values: Mapping[str, Any]) -> None:
     except ConfigError as error:
         raise ValueError(
             f"out: {folder} does not contain a run of this version of stillhouse: {path} cannot be read as a "
-            f"configuration ({first_line(error)}); choose an empty or a new folder"
+            f"configuration ({first_line(error)}); choose an empty or a new folder, and set checkpoint.resume to a "
+            "checkpoint in the old folder to train on from its weights"
         ) from error
     there, here = _with_items(decisive_values(before)), _with_items(decisive_values(values))
     different = list[str]()

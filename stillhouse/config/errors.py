@@ -38,7 +38,7 @@ def removed_value(value: str, reason: str, expected: str) -> BeforeValidator:
     """
 
     def check(given: Any) -> Any:
-        if given == value:
+        if isinstance(given, str) and given.lower() == value:
             raise ValueError(f"{value} does not exist any more: {reason}; expected {expected}")
         return given
 
