@@ -1,4 +1,4 @@
-"""Builds a student, and a teacher in its stages, on Megatron-Core, and compares their logits with transformers.
+"""Builds a student, and a teacher in its stages, on Megatron-Core; compares their logits with those of transformers.
 
 K depths of multi-token prediction (depth 0 is the model itself), B rows of several documents, S tokens per row, N
 documents, L columns of the longest document, D width, V vocabulary.
@@ -129,8 +129,8 @@ def _build_model(
         if dtype != torch.float32 and (decoder.lora is None or dtype != layout.autocast):
             raise ValueError(
                 f"student.dtype: the weights are {dtype}; expected float32 with parallel.engine: megatron. "
-                "train.precision: bf16 computes in bfloat16, with weights in float32 for the optimizer; with it, a "
-                "student with an adapter may also be bfloat16"
+                "train.precision: bf16 computes in bfloat16, with weights in float32 for the optimizer; if there is "
+                "an adapter, this precision also allows frozen weights in bfloat16"
             )
         dtype = layout.autocast or dtype
         model_options["fp32_residual_connection"] = dtype != torch.float32 and layout.residual_dtype is None

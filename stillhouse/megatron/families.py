@@ -78,7 +78,7 @@ def rows(parameter: ShardedParameter) -> Iterator[Piece]:
 def latent_rows(parameter: ShardedParameter) -> Iterator[Piece]:
     """Return the piece of a projection to latent vectors: this rank's rows or, with Transformer Engine, all rows.
 
-    `parameter.names`: the tensor's name, then the configuration's keys whose values sum to the number of all rows.
+    `parameter.names`: the tensor's name, then keys of the configuration. The number of all rows is their values' sum.
     """
     name, *sizes = parameter.names
     has_all = parameter.shape[0] == sum(getattr(parameter.config, size) for size in sizes)
@@ -110,7 +110,7 @@ def vocabulary(parameter: ShardedParameter) -> Iterator[Piece]:
 
 
 def expert_row(parameter: ShardedParameter) -> Iterator[Piece]:
-    """Yield the piece of an expert's bias: a matrix with one row, and a row of the full tensor."""
+    """Yield the piece of an expert's bias, which is a matrix with one row here, and a row of the full tensor."""
     columns = slice(0, parameter.shape[1])
     yield (0, columns), parameter.names[0], (columns,)
 

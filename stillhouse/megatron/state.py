@@ -169,7 +169,7 @@ class BlockTensor(Tensor):
 
     @classmethod
     def without_blocks(cls, shape: Sequence[int]) -> "BlockTensor":
-        tensor = torch.zeros(()).expand(tuple(shape)).as_subclass(cls)  # not "meta": DCP allocates those
+        tensor = torch.zeros(()).expand(tuple(shape)).as_subclass(cls)  # DCP would allocate "meta"
         tensor.blocks = {}
         return tensor
 

@@ -239,7 +239,7 @@ def target_names(decoder: Decoder, targets: str | list[str]) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer. Some subclasses of nn.Linear return more (Llama 4's router)."""
+    """Return whether a module returns a linear layer's output. Some subclasses do not (Llama 4's router)."""
     if not isinstance(module, nn.Linear | Conv1D):
         return False
     if type(module).forward in (nn.Linear.forward, Conv1D.forward) or is_quantized(module.weight):

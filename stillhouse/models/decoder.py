@@ -62,7 +62,7 @@ class Decoder(nn.Module):
     backbone_name: str  # the backbone's name in `pretrained`
     head: Head | PassThrough
     packing: Packing  # the way in which documents are packed; a proof replaces a way that is not exact
-    rows: UnpackedRows | JoinedRow | None  # while the backbone runs, its rows, if they are not the micro-batch's rows
+    rows: UnpackedRows | JoinedRow | None  # the rows in the running backbone; None if they are the micro-batch's
     tied: bool  # whether the head and the input embedding share one weight
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
     lora: "Lora | None" = None  # describes the adapter that `add_lora` has added
@@ -242,7 +242,7 @@ class Decoder(nn.Module):
 
     @property
     def has_head(self) -> bool:
-        """Whether the head is on this process. It is absent on all pipeline stages but the last one."""
+        """Whether this process has the head. Of all pipeline stages, only the last one has it."""
         return isinstance(self.head, Head)
 
     def layers(self) -> list[nn.Module]:
@@ -258,7 +258,9 @@ class Decoder(nn.Module):
 
     @property
     def language_model(self) -> nn.Module:
-        """The backbone without its vision tower, if it has one. Names in transformers' plans begin at this module."""
+        """The language model: the backbone or, if there is also a vision tower, a part of the backbone. Names in
+        transformers' plans for parallelism are relative to this module.
+        """
         decoder = self.pretrained.get_decoder()
         return decoder if any(module is decoder for module in self.backbone.modules()) else self.backbone
 
@@ -307,7 +309,7 @@ class Decoder(nn.Module):
 
     @contextmanager
     def _in_rows(self, rows: UnpackedRows | JoinedRow | None) -> Iterator[None]:
-        """Within the block, the hooks of the layers know that the documents are in these rows."""
+        """Within the block, tell the hooks of the layers that the backbone runs these rows."""
         self.rows = rows
         for loss in self.layer_losses.values():
             loss.current = loss.current._replace(rows=rows)

@@ -35,7 +35,7 @@ from stillhouse.models.model_checks import ProofError, typename
 from stillhouse.models.varlen import VARLEN_LENGTHS, Activations, PackedAttention
 from stillhouse.models.vision_language import AXES, model_positions, padded_with_text, placeholder_mask
 
-#: rows are padded to a multiple of this number of columns: shapes repeat more often, and GPUs multiply aligned sizes
+#: rows are padded to a multiple of this number of columns, so that shapes repeat and GPUs multiply aligned sizes
 COLUMNS = 8
 PACKED, MASKED, ROWS = "packed", "masked", "rows"
 LENGTHS, CU_SEQLENS = "lengths", "cu_seqlens"

@@ -96,7 +96,7 @@ class ModelFacts:
 
     @property
     def length_limits(self) -> list[tuple[str, int]]:
-        """(rotary type, limit) for each type whose angles change in a forward pass with a document over the limit."""
+        """(rotary type, limit) for each type whose angles change if a document in a forward exceeds the limit."""
         rotary = getattr(self.text, "rope_parameters", None) or {}
         # one dict for all layers, or one dict per kind of layer
         parts = [values for values in rotary.values() if isinstance(values, dict)] or [rotary]
@@ -128,11 +128,11 @@ class ModelFacts:
         return states
 
     def parallel_plan(self, kind: str) -> dict[str, Any]:
-        """Return transformers' plan of the kind "tp", "ep" or "pp", by `plan_name`. It is empty without a plan."""
+        """Return transformers' plan "tp", "ep" or "pp": a dict by module names (`plan_name`), {} without a plan."""
         return getattr(self.text, f"base_model_{kind}_plan", None) or {}
 
     def sizes(self, name: str) -> Any:
-        """Return the size with this key, a list with each layer's size if layers differ, or None without the key."""
+        """Return the value of a size's key in the configuration, or None. It is a list by layer if layers differ."""
         if not self.is_heterogeneous:
             return getattr(self.text, name, None)
         return [getattr(layer, name, None) for layer in self.text.per_layer_config]
@@ -162,8 +162,8 @@ def backbone_name(model: PreTrainedModel) -> str | None:
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """Return the list of the language model's layers, or None unless exactly one list has the configured length. A
-    pipeline stage has modules without parameters in place of the layers of other stages.
+    """Return the list of the language model's layers. None if no list, or several lists, have the configured length.
+    A pipeline stage has modules without parameters in place of the layers of other stages.
     """
     count = text_config(model.config).num_hidden_layers
     numbered = [layers for layers in outermost_lists(model.get_decoder()) if len(layers) == count]

@@ -181,7 +181,7 @@ def prove_decoder(decoder: Any) -> None:
     _require_placed(model)
 
     def is_exact(training: bool) -> bool:
-        dtype = autocast_dtype(model)  # not the same in each attempt, because the attention may have changed
+        dtype = autocast_dtype(model)  # read it again, because the attention may have changed
         try:
             with in_mode(decoder, model, training=training), autocast(model.device, dtype):
                 with packing_errors(model, decoder.packing):
@@ -205,7 +205,7 @@ def require_runnable(model: PreTrainedModel, name: str) -> None:
     """Raise ValueError if transformers cannot run the model, for example because its configuration is damaged."""
     _require_placed(model)
     ids_BS = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    borders_M = torch.tensor([0, 2], dtype=torch.int32, device=model.device)  # there is one document
+    borders_M = torch.tensor([0, 2], dtype=torch.int32, device=model.device)  # one document
     needs_lengths = attention_name(model) == VARLEN
     lengths = dict(zip(VARLEN_LENGTHS, (borders_M, borders_M, 2, 2), strict=True)) if needs_lengths else {}
     with evaluating(model), autocast(model.device, autocast_dtype(model)), reading(f"{name} cannot be run"):

@@ -92,7 +92,7 @@ def load_causal_lm(
                 output_loading_info=True,
                 **quantization,
             )
-        for module in model.modules() if quantize is not None and trained else ():  # before the first forward
+        for module in model.modules() if quantize is not None and trained else ():  # must precede the first forward
             if hasattr(module, REPACKS):
                 setattr(module, REPACKS, False)
         with prefixed(failure):

@@ -164,7 +164,7 @@ def _check_layer(name: str, layer: Any, kind: str, dtype: torch.dtype, saved_RD:
     signs_ND = torch.randint(2, (PROBES, width), generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
     signs_ND = signs_ND.to(weight.device)
     with reading(f"{what}; {remedy}; {LIBRARIES[kind]} says"):
-        # use a copy, because bitsandbytes changes the weight's layout and the dtype of later products in a product
+        # use a copy: the first product in bitsandbytes changes the weight's layout and the dtype of later products
         products_NR = copy.deepcopy(layer)(signs_ND.to(dtype)).float()
     if layer.bias is not None:
         products_NR -= layer.bias.float()
@@ -223,13 +223,13 @@ def is_quantized(weight: Tensor) -> bool:
 
 
 def element_count(weight: Tensor) -> int:
-    """Return the number of a weight's elements. `numel` of an nf4 weight counts bytes of two elements instead."""
+    """Return the number of a weight's elements. `numel` of an nf4 weight counts bytes, with two elements each."""
     state = getattr(weight, "quant_state", None)
     return weight.numel() if state is None else math.prod(state.shape)
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Return the memory of a module's parameters in bytes. For a quantized weight, these are its codes and scales."""
+    """Return the memory of a module's parameters in bytes. For a quantized weight, count its codes and scales."""
     parts: list[Any] = []
     for weight in module.parameters():
         if hasattr(weight, "qdata"):

@@ -187,7 +187,7 @@ def placeholder_mask(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tenso
 
 
 def padded_with_text(ids_BS: Tensor, is_placeholder_BS: Tensor, is_padding_BS: Tensor) -> Tensor:
-    """Return token ids in which the first token that is no placeholder replaces placeholders in the padding."""
+    """Return token ids in which the first token that is no placeholder replaces all placeholders in padding."""
     ids_T, is_text_T = ids_BS.flatten(), ~is_placeholder_BS.flatten()
     first = is_text_T.int().argmax()
     return torch.where(is_padding_BS & is_placeholder_BS, ids_T[first], ids_BS)
