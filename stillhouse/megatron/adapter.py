@@ -2,7 +2,7 @@
 
 A linear layer of Megatron-Core may combine several projections of transformers (queries, keys and values; gate and up
 projection). Each projection has a separate A and B; B A x is added to the projection's rows of the layer's output.
-The blocks of A and B are derived from the blocks of the layer's weight, so both are handled like other parameters.
+The blocks of A and B are derived from the blocks of the layer's weight, so A and B are handled like other parameters.
 
 S tokens of a row on this rank, B rows, I input width and O output width of a layer on this rank, R rank of A and B.
 """
@@ -34,7 +34,7 @@ _A, _B = "lora_A.default.weight", "lora_B.default.weight"
 
 
 class LoraBranch(nn.Module):
-    """Computes the addition of an adapter to the output of a linear layer. `add` is a forward hook of the layer.
+    """Computes the tensor that an adapter adds to a linear layer's output. `add` is a forward hook of the layer.
 
     rows: (projection, number of rows) for each part of the layer's output on this rank, in order; the projection is
         None if it has no adapter.
@@ -68,7 +68,7 @@ class LoraBranch(nn.Module):
         return (output + self(inputs[0]), bias) if self.is_on else outputs
 
     def forward(self, input_SBI: Tensor) -> Tensor:
-        # give each tensor rank A x of the tokens of the layer's output; in backward, sum the gradients
+        # each tensor rank gets A x for the tokens in its part of the layer's output; backward sums the gradients
         if self.is_column:
             region = gather_from_sequence_parallel_region if self.sequence else copy_to_tensor_model_parallel_region
         elif self.sequence:
@@ -95,7 +95,7 @@ def add_adapter(chunks: Sequence[Any], table: WeightTable, decoder: Decoder) -> 
     table: the blocks of the chunks' own weights.
 
     Returns `table` with the blocks of the matrices, which have no values yet. Without an adapter, returns `table` and
-    changes nothing. Raises ValueError for an adapter with dropout, and for a chunk without its matrices.
+    changes nothing. Raises ValueError for an adapter with dropout, and if no parameter of a chunk is trained.
     """
     lora = decoder.lora
     if lora is None:
@@ -133,7 +133,7 @@ def add_adapter(chunks: Sequence[Any], table: WeightTable, decoder: Decoder) -> 
 
 @contextmanager
 def without_adapter(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Switch the adapter off, for forward passes without gradients."""
+    """Within the block, switch the adapter off. Only for forward passes without gradients."""
     branches = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LoraBranch)]
     for branch in branches:
         branch.is_on = False
@@ -153,7 +153,7 @@ def _add_branch(
     path: the layer's name in the chunk.
     blocks: the blocks of the layer's weight.
     """
-    # peft has no LoRA on routers, experts and shared experts (whose messages may be outside their layers)
+    # routers, experts and shared experts, which can communicate outside their layers, are not adapted
     assert isinstance(layer, ColumnParallelLinear | RowParallelLinear), path
     assert not layer.explicit_expert_comm, path
     rows: list[tuple[str | None, int]] = []

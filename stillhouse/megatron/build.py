@@ -1,4 +1,4 @@
-"""Builds a student, and a teacher in its stages, on Megatron-Core, and proves that both compute as in transformers.
+"""Builds a student, and a teacher in its stages, on Megatron-Core; compares their logits with those of transformers.
 
 K depths of multi-token prediction (depth 0 is the model itself), B rows of several documents, S tokens per row, N
 documents, L columns of the longest document, D width, V vocabulary.
@@ -33,9 +33,9 @@ from stillhouse.parallel.run_layout import SCHEMES
 from stillhouse.parallel.stages import keep_layers
 from stillhouse.proofs.layouts import prove_heads
 
-#: for each row of the proof, the columns in which documents end, without the last document; and the columns of a row
+#: for each row of the proof, the columns in which its documents begin, except the first; and the columns of a row
 ENDS, TOKENS = ((7, 8), (19,)), 24
-#: the largest error of a token's logits, relative to their norm, by the dtype of the weights
+#: the largest allowed error of a token's logits, relative to their norm, by the dtype of the weights
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
@@ -48,7 +48,9 @@ def build_megatron_student(
     teacher_head_only: bool = False,
     prove: bool = True,
 ) -> MegatronStudent:
-    """Build this process's part of the models, and prove it. A collective of all processes.
+    """Build this process's part of the models, and compare their logits with transformers (`prove_chunks`).
+
+    A collective of all processes. teacher_head_only: whether the stages need only the teacher's head.
 
     Raises ValueError for a model or a layout that Megatron-Core does not support, ProofError for wrong logits.
     """
@@ -57,13 +59,13 @@ def build_megatron_student(
         requested = torch.device(torch.cuda.current_device())
     if requested is None or requested.type != mesh.device.type:
         raise ValueError(
-            f"parallel.engine: megatron on {mesh.device.type}: Megatron-Core requests CUDA devices; expected a "
+            f"parallel.engine: megatron on {mesh.device.type}: Megatron-Core needs CUDA devices; expected a "
             "machine with GPUs and device: cuda or auto, or parallel.engine: torch"
         )
     if layout.sequence and COLUMNS % layout.degrees.tensor:
         raise ValueError(
-            f"parallel.sequence with tensor {layout.degrees.tensor}: expected a divisor of {COLUMNS}, because the "
-            "columns of the documents' rows are a multiple of it"
+            f"parallel.sequence with parallel.tensor {layout.degrees.tensor}: expected a divisor of {COLUMNS}, "
+            "because the tensor ranks share a row's columns, whose number is a multiple of it"
         )
     degrees, per_rank = layout.degrees, SCHEMES[layout.schedule].per_rank
     # Megatron-Core orders the ranks as `Mesh` does
@@ -78,7 +80,8 @@ def build_megatron_student(
     settings, data_parallel = split_options(layout.options)
     if layout.recompute and any(name.startswith("recompute_") for name in settings):
         raise ValueError("train.activation_checkpointing with parallel.megatron.recompute_…: expected one of the two")
-    parallel_state.destroy_model_parallel()  # the groups of an earlier student, which is not used any more
+    # remove the groups of an earlier student, which is not used any more
+    parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes, num_distributed_optimizer_instances=layout.degrees.replicate)
     options = sizes | settings
     # with as many micro-batches as ranks, the interleaved schedule waits forever if its stages also send shapes
@@ -117,7 +120,7 @@ def _build_model(
 ) -> Chunks:
     """Return a model's chunks with their weights.
 
-    options: the options of `transformer_config` that come from the layout and from `parallel.megatron`
+    options: those options of `transformer_config` that come from the layout and from `parallel.megatron`.
     """
     decoder = source.build()
     dtype = next(decoder.parameters()).dtype
@@ -126,14 +129,14 @@ def _build_model(
         if dtype != torch.float32 and (decoder.lora is None or dtype != layout.autocast):
             raise ValueError(
                 f"student.dtype: the weights are {dtype}; expected float32 with parallel.engine: megatron. "
-                "train.precision: bf16 computes in bfloat16, with weights in float32 for the optimizer; then the "
-                "frozen weights below an adapter may be bfloat16"
+                "train.precision: bf16 computes in bfloat16, with weights in float32 for the optimizer; if there is "
+                "an adapter, this precision also allows frozen weights in bfloat16"
             )
         dtype = layout.autocast or dtype
         model_options["fp32_residual_connection"] = dtype != torch.float32 and layout.residual_dtype is None
         model_options |= RECOMPUTE if layout.recompute else {}
         if decoder.lora is not None:
-            # some of Transformer Engine's linear layers normalize their input first, which the adapter needs, too
+            # some of Transformer Engine's linear layers normalize their input first; the adapter needs this result
             model_options["transformer_impl"] = "local"
     try:
         has_experts = require_family(decoder.config).experts is not None
@@ -147,7 +150,7 @@ def _build_model(
     if prove and source.has_values:
         prove_chunks(chunks, source, mesh)
     tied = decoder.shared_names()
-    decoder.to("meta").share(tied)  # now the chunks have the values; `to` separates tied parameters
+    decoder.to("meta").share(tied)  # the chunks have the values now; `to` has separated tied parameters
     return chunks
 
 
@@ -155,13 +158,13 @@ def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
     """Compare the logits on each rank of the last stage with transformers' logits. A collective of all processes.
 
     Megatron-Core's layers get documents of different lengths, as in a run. Transformers' layers get one document per
-    row. One process runs transformers; at a time, it has about as many layers as a process of this layout has. During
-    the proof, an adapter has other matrices, because the initial B is 0.
+    row. One process runs transformers in parts, each with about as many layers as a process of this layout has.
+    During the proof, the adapter's matrices are random, because the initial B is 0.
 
     Returns the largest error (see `TOLERANCE`). Raises ProofError on all processes.
     """
     degrees, dtype = mesh.degrees, chunks.transformer.params_dtype
-    tokens = TOKENS + -TOKENS % degrees.context  # context ranks divide the columns
+    tokens = TOKENS + -TOKENS % degrees.context  # a multiple, because context ranks divide the columns
     random = torch.Generator().manual_seed(0)
     config = chunks.decoder.config
     ids_BS = torch.randint(config.vocab_size, (len(ENDS), tokens), generator=random).to(mesh.device)
@@ -205,10 +208,11 @@ def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
 def megatron_logits(
     chunks: Chunks, ids_BS: Tensor, positions_BS: Tensor, micro_batches: int
 ) -> list[tuple[list[Tensor], int]]:
-    """Run equal micro-batches without gradients, and return the logits of each of them on the last stage.
+    """Run equal micro-batches without gradients. Returns results on the last stage, one for each micro-batch.
 
-    ids_BS, positions_BS: the tokens of all context ranks, and the tokens' positions in their documents. A rank gets
-    logits [B, S, rows] of each depth for its columns and its rows of the vocabulary, and the first row's number.
+    ids_BS, positions_BS: the tokens of all context ranks, and the tokens' positions in their documents. A result has
+    the logits [B, S, rows] of each depth, for this rank's columns and vocabulary rows, and the number of this rank's
+    first vocabulary row.
     """
     labels_T = torch.full_like(ids_BS.flatten(), -1)
     batch = MicroBatch(
@@ -226,7 +230,7 @@ def megatron_logits(
 
 
 def _logits_of_transformers(source: ModelSource, ids_NL: Tensor, parts: int) -> Tensor:
-    """Return logits [K, N, L, V].
+    """Return the logits of the transformers model, [K, N, L, V].
 
     parts: the number of parts into which the layers are divided; one part is loaded at a time.
     """
@@ -256,7 +260,7 @@ def _logits_of_transformers(source: ModelSource, ids_NL: Tensor, parts: int) -> 
 
 @contextmanager
 def _drawn_adapter(chunks: Chunks) -> Iterator[None]:
-    """Within the block, the adapter has the matrices of the proof."""
+    """Within the block, the adapter has random matrices (`_drawn_matrices`)."""
     if (lora := chunks.decoder.lora) is None:
         yield
         return
@@ -273,13 +277,13 @@ def _drawn_adapter(chunks: Chunks) -> Iterator[None]:
 
 
 def _drawn_matrices(shapes: Mapping[str, torch.Size], lora: Lora) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and random matrices. Their product adds about a tenth of the input's size to an output."""
+    """Yield names and random matrices of an adapter, so that (alpha / r) B A x has about a tenth of the size of x."""
     for name, shape in shapes.items():
         matrix = initial_matrix(name, shape, 0, fresh=False)
         yield name, matrix if ".lora_A." in name else 0.3 * lora.r / lora.alpha * matrix
 
 
 def _logits(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> tuple[list[Tensor], int]:
-    """An output processor that returns the logits of all depths, and the number of the first vocabulary row here."""
+    """Return the logits of all depths, and the number of this rank's first vocabulary row. An output processor."""
     by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
     return [head.logits(hidden_BSD) for hidden_BSD in by_depth], getattr(head.shard, "start", 0)

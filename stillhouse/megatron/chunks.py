@@ -3,7 +3,7 @@
     chunks = Chunks.build(source, decoder, transformer, mesh)          loads the weights, too
     results = chunks.run(inputs, contexts, processor, backward=False)  one result of the processor per micro-batch
 
-If Transformer Engine is installed, its layers are used; this path needs a GPU and has not been run. Otherwise, and
+If Transformer Engine is installed, its layers are used; this path needs a GPU and has never been run. Without it, and
 always for Gemma, gpt-oss and a student with an adapter, Megatron-Core's local layers are used.
 
 S tokens of a row on this rank, B rows, D width, C half of the width of a head.
@@ -57,11 +57,11 @@ from stillhouse.parallel.layer_loss import LayerLoss
 
 @dataclass(frozen=True)
 class Chunks:
-    """A model's chunks on this rank, which are the model's pipeline stages here.
+    """A model's chunks on this rank, which are the model's pipeline stages on this rank.
 
     decoder: the full model without values.
     processor: calls the output processor of a pass.
-    unrounded: the weights in float32 that were rounded to the parameters' dtype; the optimizer reads them.
+    unrounded: the values in float32 of weights that were rounded to the parameters' dtype, for the optimizer.
     wrapped: the chunks in wrappers that sum the gradients of the data ranks; empty for a frozen model.
     packs: whether the documents of a micro-batch are packed; otherwise, each document has a row.
     """
@@ -102,7 +102,7 @@ class Chunks:
         return cls(decoder, transformer, models, table, processor, unrounded, balance=balance, packs=packs)
 
     def trained(self, replicas: int = 1, **options: Any) -> "Chunks":
-        """Return the chunks with wrappers that sum gradients.
+        """Return the chunks with wrappers that sum the gradients of the data ranks.
 
         replicas: the number of replicas of the optimizer's shards.
         options: further fields of `DistributedDataParallelConfig`.
@@ -118,7 +118,7 @@ class Chunks:
             for number, model in enumerate(self.models)
         ]
         if settings.overlap_grad_reduce:
-            # a reduction starts in the backward of the last micro-batch
+            # no_sync_func delays the reductions until the backward of the last micro-batch
             without_reduction = [model.no_sync for model in wrapped]
             self.transformer.no_sync_func = without_reduction if len(wrapped) > 1 else without_reduction[0]
         return replace(self, wrapped=wrapped)
@@ -156,11 +156,11 @@ class Chunks:
     ) -> list[Any]:
         """Run micro-batches through Megatron-Core's schedule, and return the processor's results on the last stage.
 
-        backward: whether to add the gradients of the results' losses.
-        losses: the load-balancing losses, if any.
+        backward: whether to run backward for the losses in the results, and add their gradients.
+        losses: the load-balancing loss of each micro-batch; empty without such a loss.
 
         If the inputs have a loss of MTP layers, the processor gets a tuple of the hidden states of all depths. Raises
-        ValueError if the model did not call the processor.
+        ValueError if the model did not call the processor for each micro-batch.
         """
         is_interleaved = self.transformer.virtual_pipeline_model_parallel_size is not None
         with_depths = self.depths > 0 and bool(inputs[0].losses)
@@ -175,7 +175,7 @@ class Chunks:
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=models if len(models) > 1 else models[0],
             num_microbatches=len(batches),
-            # the tokens of all context ranks; the next two arguments are read only if the stages do not send shapes
+            # the next two arguments are read only if stages send no shapes; seq_length is that of all context ranks
             seq_length=rows[0].ids_NL.shape[1] * parallel_state.get_context_parallel_world_size(),
             micro_batch_size=rows[0].ids_NL.shape[0],
             forward_only=not backward,
@@ -195,7 +195,7 @@ class Chunks:
 class _SchedulePass:
     """One pass of micro-batches through the chunks of a model on this rank.
 
-    with_depths: whether the processor gets a tuple of the hidden states of all depths, or only depth 0.
+    with_depths: whether the processor gets a tuple of the hidden states of all depths; if not, those of depth 0.
     """
 
     def __init__(self, chunks: Chunks, processor: OutputProcessor, *, with_depths: bool, backward: bool):
@@ -233,8 +233,8 @@ class _SchedulePass:
                 # set the loss again before the backward of the chunk's layers, because forward passes of other
                 # micro-batches may have run since then. The hook runs when the output's gradient arrives
                 output.register_hook(set_current)
-        # the schedule does not use the number of tokens (1), because the loss is already divided by the step's
-        # normalizer. It frees the returned loss (deallocate_pipeline_outputs), so this is a clone
+        # the number of tokens (1) has no effect, because the loss is already divided by the step's normalizer. The
+        # loss is cloned, because the schedule frees the returned tensor (deallocate_pipeline_outputs)
         return output, lambda loss: (loss.clone(), torch.ones((), dtype=torch.int, device=loss.device), None)
 
     def _process(
@@ -245,7 +245,7 @@ class _SchedulePass:
         context: tuple[MegatronRows, Any, list[Tensor]],
         depth: int = 0,
     ) -> Tensor:
-        """Keep the processor's result, and return a tensor, which Megatron-Core's schedules expect."""
+        """Call the processor at the last depth and keep its result. Returns a tensor, as the schedules expect it."""
         rows, targets, by_depth = context
         by_depth.append(rows.pack(hidden_states) if self._with_depths or not depth else hidden_states)
         if depth < self._chunks.depths:
@@ -270,7 +270,7 @@ def build_chunks(config: PreTrainedConfig, transformer: TransformerConfig) -> li
         ignore_virtual = vp_stage is None
         block = _block_spec(config, transformer, family, vp_stage)
         mtp = None
-        if transformer.mtp_num_layers:  # these layers are like the last layer
+        if transformer.mtp_num_layers:  # MTP layers have the spec of the last layer
             mtp = get_gpt_mtp_block_spec(transformer, block, has_engine, vp_stage=vp_stage)
         for layer in () if mtp is None or has_engine else mtp.layer_specs:
             layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = layers.RmsNorm
@@ -286,7 +286,7 @@ def build_chunks(config: PreTrainedConfig, transformer: TransformerConfig) -> li
             mtp_block_spec=mtp,
             vp_stage=vp_stage,
         )
-        has_copy = model.mtp_process and not model.pre_process  # of the embedding, for the MTP layers
+        has_copy = model.mtp_process and not model.pre_process  # a copy of the embedding, for the MTP layers
         if has_copy and config.tie_word_embeddings:
             model.output_layer.weight = None  # the copy is also the head's weight
         for name, module in model.named_modules():
@@ -303,15 +303,15 @@ def build_chunks(config: PreTrainedConfig, transformer: TransformerConfig) -> li
             model.embedding.register_forward_hook(
                 lambda module, inputs, output, scale=gemma_scale: output * scale.to(output)
             )
-        # with a GPU, Megatron-Core creates the router's weight in host memory
+        # even with a GPU, Megatron-Core creates the router's weight in host memory
         chunks.append(model if transformer.use_cpu_initialization else model.to(torch.cuda.current_device()))
     return chunks
 
 
 def _frozen_padding(pad: int, embedding: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    """Forward hook: give the padding token's embedding no gradient, as `torch.nn.Embedding` does."""
+    """Return the output without a gradient for the padding token, as in `torch.nn.Embedding`. A forward hook."""
     is_padding = inputs[0] == pad
-    if embedding.reduce_scatter_embeddings:  # then the output is this rank's part, [S, B, D]
+    if embedding.reduce_scatter_embeddings:  # in this case, the output is this rank's part, [S, B, D]
         group = embedding.tp_group
         is_padding = is_padding.T.chunk(group.size())[group.rank()].contiguous()
     return torch.where(is_padding[..., None], output.detach(), output)
@@ -325,7 +325,7 @@ def _block_spec(
         transformer, use_transformer_engine=has_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
     if has_engine:
-        # Transformer Engine's attention keeps packed documents apart only in dtypes of 16 bits
+        # Transformer Engine's attention separates packed documents only in dtypes of 16 bits
         if transformer.params_dtype == torch.float32:
             for layer in block.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = layers.CausalAttention

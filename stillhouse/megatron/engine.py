@@ -1,7 +1,7 @@
 """The engine on Megatron-Core, with the interface `Engine`.
 
 Megatron-Core's schedules run the passes, its `DistributedDataParallel` sums the gradients, and its optimizer (AdamW)
-makes the step. A loss is a sum that is divided by the step's normalizer; Megatron-Core divides by no other number.
+makes the step. A loss is a sum that is divided by the step's normalizer. Megatron-Core does not divide it again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,12 +44,12 @@ class MegatronEngine(Engine):
         Raises ValueError for an option that is not supported here.
         """
         super().__init__(student, objective, **options)
-        # a run's configuration with these options is already refused before a model is loaded
+        # a run whose configuration has these options is refused before its models are loaded
         others = [part.key for part in self.parts if not isinstance(part, (MtpLoss, RouterBalancing))]
         if self._train.optimizer != "adamw" or others:
             raise ValueError(
-                "parallel.engine: megatron with another optimizer than adamw, or a loss beside the objective, that "
-                "of MTP layers and the routers' load balancing: expected none of them"
+                "parallel.engine: megatron: expected train.optimizer: adamw, and no other losses than the objective, "
+                "the loss of MTP layers and the routers' load balancing"
             )
         if autocast not in (None, dtype := student.student.transformer.params_dtype):
             raise ValueError(f"autocast to {autocast} of parameters in {dtype}: expected parameters in {autocast}")
@@ -61,7 +61,7 @@ class MegatronEngine(Engine):
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
     ) -> StepOutput:
         inputs = self._step_inputs(micro_batches, signals, normalizer)
-        # at the end of a pass, the gradients of all ranks are summed, so gradients of an earlier pass are kept apart
+        # a pass ends with a sum over all ranks, which must not include the gradients of earlier passes a second time
         earlier = [gradient.clone() for gradient in self.student.gradients] if self.student.has_gradient else []
         self._zero_buffers()
         outputs, losses = self.student.forward_backward(inputs)
@@ -81,7 +81,7 @@ class MegatronEngine(Engine):
             for gradient in self.student.gradients:
                 gradient.mul_(scale)
         for group in self.optimizer.param_groups:
-            # Megatron-Core's own scheduler would set these
+            # Megatron-Core's own scheduler, which is not used, would set these two values
             group["lr"] = learning_rate
             group["weight_decay"] = self._train.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
@@ -113,7 +113,7 @@ class MegatronEngine(Engine):
             adam_eps=train.eps,
             clip_grad=0.0,
         )
-        # Megatron-Core decides by the number of dims, which differs between an expert's bias and the stack of biases
+        # Megatron-Core exempts only parameters with one dim from weight decay, but an expert's bias is a 1-row matrix
         decoder = self.student.decoders[0]
         kinds = weight_kinds([decoder])
         names = {name for name, parameter in decoder.named_parameters() if kinds[parameter] == "vector"}
@@ -125,7 +125,7 @@ class MegatronEngine(Engine):
             entries = trained_parameters(chunks, optimizer)
             require_partition(entries)
             for entry in entries:
-                # Megatron-Core initialises the optimizer's weights with the rounded weights
+                # Megatron-Core has initialised the optimizer's float32 weights with the rounded weights
                 if (weight := chunks.unrounded.pop(entry.key, None)) is not None:
                     entry.master.copy_(entry.on_rank(weight))
         return optimizer

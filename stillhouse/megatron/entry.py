@@ -18,12 +18,12 @@ _NOISY_LOGGERS = ("megatron.core.models.gpt.gpt_model", "megatron.core.distribut
 #: warnings that Megatron-Core prints on every process, and that do not matter for a run
 _NOTICES = (
     "(Transformer Engine and )?Apex (is|are) not installed",
-    "full scope is deprecated",  # its own default
+    "full scope is deprecated",  # this scope is Megatron-Core's own default
     "MimoModelConfig is experimental",
-    "When using (async grad allreduce|sequence parallelism) it is recommended",  # docs/megatron.md has the advice
-    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of experts, which are not cut
+    "When using (async grad allreduce|sequence parallelism) it is recommended",  # docs/megatron.md says this
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # experts are not sharded
     r"`torch\.distributed\.\w+` is deprecated",
-    r"The \.grad attribute of a Tensor that is not a leaf Tensor",  # of its optimizer's shards
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor",  # Megatron-Core's optimizer reads .grad of shards
 )
 
 
@@ -56,7 +56,7 @@ class MegatronKind(EngineKind):
 
 
 def quiet_megatron() -> None:
-    """Disable notices of Megatron-Core. Call it before the first import of Megatron-Core."""
+    """Disable notices of Megatron-Core. Call this function before the first import of Megatron-Core."""
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     for message in _NOTICES:

@@ -27,7 +27,7 @@ Piece = tuple[Index, str, Index]
 
 @dataclass(frozen=True)
 class Shard:
-    """The rank of a process among the `size` processes that share a tensor."""
+    """A process's rank among the processes that share a tensor, and their number `size`."""
 
     rank: int = 0
     size: int = 1
@@ -37,8 +37,8 @@ class Shard:
 class ShardedParameter:
     """A parameter on this rank.
 
-    names: the names of its tensors in the full model.
-    shape: the shape on this rank.
+    names: the names of the parameter's tensors in the full model.
+    shape: the parameter's shape on this rank.
     """
 
     names: Sequence[str]
@@ -47,7 +47,7 @@ class ShardedParameter:
     config: PreTrainedConfig
 
     def rows(self, start: int, stop: int) -> tuple[slice, ...]:
-        """Return the index of these rows in a tensor with this shape."""
+        """Return the index of the rows from `start` to `stop` in a tensor with the parameter's number of dims."""
         return slice(start, stop), *(slice(0, size) for size in self.shape[1:])
 
 
@@ -56,19 +56,19 @@ PieceRule = tuple[Any, ...]
 
 
 def whole_tensor(parameter: ShardedParameter) -> Iterator[Piece]:
-    """Each rank has the full tensor."""
+    """Yield the piece of a parameter that is a full tensor on each rank."""
     index = parameter.rows(0, parameter.shape[0])
     yield index, parameter.names[0], index
 
 
 def columns(parameter: ShardedParameter) -> Iterator[Piece]:
-    """The full tensor is sharded along its second dim."""
+    """Yield the piece of a parameter whose full tensor is sharded along its second dim."""
     (rows, count), rank = parameter.shape, parameter.shard.rank
     yield parameter.rows(0, rows), parameter.names[0], (slice(0, rows), slice(rank * count, (rank + 1) * count))
 
 
 def rows(parameter: ShardedParameter) -> Iterator[Piece]:
-    """The parameter has this rank's rows of each tensor, one tensor after another."""
+    """Yield the pieces of a parameter that has this rank's rows of each tensor, one tensor after another."""
     count, rank = parameter.shape[0] // len(parameter.names), parameter.shard.rank
     for number, name in enumerate(parameter.names):
         local = parameter.rows(number * count, (number + 1) * count)
@@ -76,9 +76,9 @@ def rows(parameter: ShardedParameter) -> Iterator[Piece]:
 
 
 def latent_rows(parameter: ShardedParameter) -> Iterator[Piece]:
-    """The parameter has this rank's rows of a projection to latent vectors; with Transformer Engine, all rows.
+    """Return the piece of a projection to latent vectors: this rank's rows or, with Transformer Engine, all rows.
 
-    names: the tensor's name, then keys of the configuration. The sum of the keys' values is the number of all rows.
+    `parameter.names`: the tensor's name, then keys of the configuration. The number of all rows is their values' sum.
     """
     name, *sizes = parameter.names
     has_all = parameter.shape[0] == sum(getattr(parameter.config, size) for size in sizes)
@@ -86,7 +86,9 @@ def latent_rows(parameter: ShardedParameter) -> Iterator[Piece]:
 
 
 def query_groups(parameter: ShardedParameter) -> Iterator[Piece]:
-    """The parameter has, for each query group of this rank, the rows of its queries, of its key and of its value."""
+    """Yield the pieces of a parameter that has the rows of the queries, the key and the value of each query group of
+    this rank.
+    """
     config, shard = parameter.config, parameter.shard
     width, groups = head_width(config), config.num_key_value_heads // shard.size
     heads = config.num_attention_heads // config.num_key_value_heads, 1, 1
@@ -100,7 +102,7 @@ def query_groups(parameter: ShardedParameter) -> Iterator[Piece]:
 
 
 def vocabulary(parameter: ShardedParameter) -> Iterator[Piece]:
-    """The rows of the vocabulary are sharded. The last rows may be padding, which no tensor of the model has."""
+    """Yield the piece with this rank's vocabulary rows, without padding rows, which the full model does not have."""
     count = parameter.shape[0]
     start, real = parameter.shard.rank * count, real_rows(count, parameter.shard, parameter.config)
     if real:
@@ -108,7 +110,7 @@ def vocabulary(parameter: ShardedParameter) -> Iterator[Piece]:
 
 
 def expert_row(parameter: ShardedParameter) -> Iterator[Piece]:
-    """The parameter is the bias of one expert, a matrix with one row. The full tensor has this row, too."""
+    """Yield the piece of an expert's bias, which is a matrix with one row here, and a row of the full tensor."""
     columns = slice(0, parameter.shape[1])
     yield (0, columns), parameter.names[0], (columns,)
 
@@ -182,7 +184,7 @@ _GPT_OSS: dict[str, PieceRule] = {
     "mlp.experts.*.linear_fc2.weight_IO": (whole_tensor, "mlp.experts.down_proj"),
     "mlp.experts.*.linear_fc2.shift_1O": (expert_row, "mlp.experts.down_proj_bias"),
 }
-#: the parameters of an MTP layer beside those of its transformer layer
+#: the parameters of an MTP layer outside its transformer layer
 MTP_NAMES: dict[str, PieceRule] = {
     "enorm.weight": (whole_tensor, "enorm.weight"),
     "hnorm.weight": (whole_tensor, "hnorm.weight"),
@@ -196,13 +198,13 @@ class Family:
     """The differences between a model family and Llama.
 
     names: the places of a layer's parameters in the full model, by Megatron-Core's names.
-    qkv_bias: whether the projections to queries, keys and values have a bias, but no other projection.
+    qkv_bias: whether only the projections to queries, keys and values have a bias.
     qk_norm: whether the queries and keys of each head are normalized.
-    experts: returns the fields for layers with experts. It is None if no layer has experts.
+    experts: returns the fields of `TransformerConfig` for layers with experts. None if no layer has experts.
     latent: whether queries, keys and values are computed from latent vectors (multi-head latent attention).
     gemma: whether the layers are those of Gemma 2 and 3 (see `layers.py`).
     softcap: whether attention scores and logits may have a softcap.
-    gpt_oss: whether all projections, experts and routers have a bias, and heads an additional score (`layers.py`).
+    gpt_oss: whether projections, experts and routers have a bias, and each head an additional score (`layers.py`).
     """
 
     names: Mapping[str, PieceRule]
@@ -242,7 +244,7 @@ def _deepseek_experts(config: PreTrainedConfig) -> dict[str, Any]:
     chosen, groups = config.num_experts_per_tok, config.topk_group
     if not config.norm_topk_prob or chosen == 1:
         raise not_exact(config, "norm_topk_prob", config.norm_topk_prob, "True, and num_experts_per_tok 2 or more")
-    # transformers ranks groups of experts by their two best experts, Megatron-Core by chosen // groups
+    # transformers ranks a group of experts by its two best experts, Megatron-Core by its chosen // groups best ones
     if groups < config.n_group and chosen // groups != 2:
         raise not_exact(config, "topk_group", groups, f"{chosen / 2:g}, half of num_experts_per_tok={chosen}")
     return {
@@ -290,7 +292,7 @@ FAMILIES = {
 
 
 def require_family(config: PreTrainedConfig) -> Family:
-    """Return the model's family. Raises UnsupportedModelError if the model type has none here."""
+    """Return the model's family. Raises UnsupportedModelError for a model type that is not in `FAMILIES`."""
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"model_type '{config.model_type}' has no conversion to Megatron-Core: expected {', '.join(FAMILIES)}"

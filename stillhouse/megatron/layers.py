@@ -1,4 +1,4 @@
-"""Layers that Megatron-Core lacks, which `chunks.py` puts into its layer spec, and the loss of its routers.
+"""Layers that Megatron-Core does not have (`chunks.py` adds them to a layer spec), and its routers' balancing loss.
 
 S tokens of a row or of a packed document on this rank, K tokens of this row or document on all context ranks, B rows,
 D width, H heads, C width of a head, T tokens of all packed documents or of an expert, I input width, O output width,
@@ -43,7 +43,8 @@ class CausalAttention(nn.Module):
 
     Context ranks gather the keys and values of all rows; backward reduces their gradients.
     softcap: if it is not None, scores become softcap · tanh(scores / softcap). In gpt-oss (`softmax_type` learnable),
-    each head has an additional score without a value. In these two cases, all probabilities are in memory at once.
+    each head has an additional score without a value. With a softcap or additional scores, all probabilities are in
+    memory at once.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class CausalAttention(nn.Module):
         return output_BHSC.permute(2, 0, 1, 3).flatten(2)
 
     def _eager(self, query_BHSC: Tensor, key_BHKC: Tensor, value_BHKC: Tensor, mask_SK: Tensor) -> Tensor:
-        """Return attention by the operations of transformers' eager attention. Keys may have fewer heads."""
+        """Return attention by the operations of transformers' eager attention, also for fewer heads of keys."""
         groups = query_BHSC.shape[1] // key_BHKC.shape[1]
         key_BHKC, value_BHKC = (heads.repeat_interleave(groups, dim=1) for heads in (key_BHKC, value_BHKC))
         scores_BHSK = query_BHSC @ key_BHKC.transpose(2, 3)
@@ -154,8 +155,8 @@ class LatentAttention(MLASelfAttention):
     """Multi-head latent attention whose gradients are exact under tensor parallelism.
 
     All heads use the same rotated part of the keys, so the heads of a tensor rank give only a part of its gradient.
-    Megatron-Core's local layers do not sum these parts. Here the projection's output is again sharded over tokens, as
-    with Transformer Engine, so the backward of the gather that follows sums the parts.
+    Megatron-Core's local layers do not sum these parts. This class shards the projection's output over tokens again,
+    as Transformer Engine does, so the backward of the gather that follows sums the parts.
     """
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,7 +169,7 @@ class LatentAttention(MLASelfAttention):
 
 
 def _gathered(heads_SBHC: Tensor) -> Tensor:
-    """Return the keys or values of all context ranks, with a first dim for the ranks."""
+    """Return the keys or values of all context ranks, [ranks, S, B, H, C]."""
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return heads_SBHC[None]
@@ -178,8 +179,9 @@ def _gathered(heads_SBHC: Tensor) -> Tensor:
 class RmsNorm(nn.Module):
     """RMSNorm with sequence parallelism, which Megatron-Core's own norm refuses without Transformer Engine and Apex.
 
-    As in transformers, the normalized values are rounded, then multiplied by the weight. rounds_last: whether they
-    are multiplied in float32, then rounded, as in gpt-oss. Gemma, whose factor is 1 + weight, always rounds last.
+    As in transformers, the normalized values are rounded, then multiplied by the weight. rounds_last: whether to
+    multiply in float32 and round the product instead, as in gpt-oss. Gemma, whose factor is 1 + weight, always rounds
+    last.
     """
 
     def __init__(
@@ -216,7 +218,7 @@ class NormedProjection(RowParallelLinear):
 class GemmaAttention(SelfAttention):
     """Attention that has a separate rotary embedding in layers with a window.
 
-    window_rotary_pos_emb: this embedding; None in a layer without a window. Its frequencies are set later.
+    window_rotary_pos_emb: the separate embedding, whose frequencies `build_chunks` sets; None without a window.
     """
 
     def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, **options: Any):
@@ -271,7 +273,8 @@ def add_balance(balance: RouterBalance, chunks: Sequence[nn.Module]) -> None:
     """Register hooks that add the current loss of `balance` in the routers of the chunks.
 
     If backward recomputes a layer, the layer adds the loss only during recomputation, because the first forward has
-    no gradients. So `balance` must have the micro-batch's loss again when its backward begins (`chunks.py`).
+    no gradients. So when the backward of a micro-batch begins, `balance` must again have the loss of this micro-batch
+    (`chunks.py`).
     """
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
@@ -280,28 +283,28 @@ def add_balance(balance: RouterBalance, chunks: Sequence[nn.Module]) -> None:
 
 
 def require_losses(chunks: Sequence[nn.Module], losses: Sequence[LayerLoss]) -> None:
-    """Raise ValueError unless each router of the chunks has added each loss. losses: the loss of each micro-batch"""
+    """Raise ValueError unless each router of the chunks has added each loss. losses: the loss of each micro-batch."""
     routers = sum(isinstance(module, TopKRouter) for chunk in chunks for module in chunk.modules())
     for loss in losses:
         if len(loss.losses()) != routers:
             raise ValueError(
                 f"{len(loss.losses())} of {routers} routers of Megatron-Core added the load-balancing loss: "
-                "expected all of them, in a forward pass with gradients or in one that backward computes again"
+                "expected all of them, in a forward pass with gradients or in a recomputation by backward"
             )
 
 
 def _add_loss(balance: RouterBalance, name: str, router: TopKRouter, inputs: tuple[Any, ...], outputs: Any) -> Any:
-    """Forward hook of a router.
+    """Return a router's outputs with the load-balancing loss in their autograd graph. A forward hook of the router.
 
-    inputs: the first one is the hidden states [S, N, D] of N rows.
-    outputs: the experts' factors for each token, [T, X], and the mask of the K experts that each token has chosen,
+    inputs: the first input is the hidden states [S, N, D] of N rows.
+    outputs: the experts' factors for each token, [T, X], and the mask of the experts that each token has chosen,
         [T, X].
     """
     if not balance.is_active:
         return outputs
     scores_TX, is_chosen_TX = outputs
     logits_SNX = router.gating(inputs[0])  # the router does not return its logits
-    logits_SNX.register_hook(lambda gradient: gradient.contiguous())  # the backward of `gating` needs a view of it
+    logits_SNX.register_hook(lambda gradient: gradient.contiguous())  # the backward of `gating` calls view()
     chosen_SNK = is_chosen_TX.int().topk(router.topk).indices.unflatten(0, logits_SNX.shape[:2])
     columns = [logits_SNX, chosen_SNK]
     if router.config.sequence_parallel:

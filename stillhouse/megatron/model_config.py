@@ -2,9 +2,9 @@
 
 The conversion is exact or refused: a setting that Megatron-Core does not compute in the same way raises ValueError
 with the configuration's key. Users may choose settings for memory, communication and speed. Settings that would
-change the model, the loss or the dtypes are refused. Also refused are graphs of a whole step, because the rows'
-lengths and the loss's divisor differ between steps; settings that need buffers from a trainer or another schedule;
-and settings for the head's gradient in the output layer, because this layer is not called.
+change the model, the loss or the dtypes are refused. Three further groups of settings are refused: CUDA graphs of a
+whole step, because the rows' lengths and the loss's divisor differ between steps; settings that need another schedule
+or buffers of Megatron's trainer; and settings for gradients in the output layer, because this layer is not called.
 
 C half of the width of a head.
 """
@@ -51,7 +51,7 @@ moe_permute_fusion moe_router_fusion apply_rope_fusion bias_activation_fusion bi
 _TRANSFORMER = frozenset(_TRANSFORMER_FIELDS.split())
 #: fields of DistributedDataParallelConfig
 _DATA_PARALLEL = frozenset(("overlap_grad_reduce", "bucket_size", "pad_buckets_for_high_nccl_busbw"))
-#: recompute each layer in backward
+#: the settings with which backward recomputes each layer
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -112,7 +112,7 @@ def transformer_config(
 def rotary_frequencies(config: PreTrainedConfig, layer_type: str = "full_attention") -> tuple[Tensor, float]:
     """Return the rotary embedding's inverse frequencies [C] in float32, and the factor of rotated queries and keys.
 
-    layer_type: the layer type, if a family has different embeddings for its layer types; other families ignore it.
+    layer_type: selects the embedding in families that have different rotary embeddings for their layer types.
     """
     by_type = "full_attention" in config.rope_parameters
     rotary = config.rope_parameters[layer_type] if by_type else config.rope_parameters
@@ -221,7 +221,9 @@ def _require_exact(config: PreTrainedConfig, family: Family) -> None:
 
 
 def _require_mtp(config: PreTrainedConfig, depths: int, determined: Mapping[str, Any]) -> None:
-    """Raise an error unless the MTP layers are like the last layer, because Megatron-Core builds them like it."""
+    """Raise UnsupportedModelError if transformers' MTP layers differ from the last layer, because Megatron-Core
+    builds MTP layers with the spec of the last layer.
+    """
     if determined.get("window_size") is not None:
         # Megatron-Core numbers MTP layers from 1, so MTP layers would have the windows of the first layers
         raise not_exact(config, "sliding_window", config.sliding_window, "a student without a window for student.mtp")
@@ -243,7 +245,7 @@ def _require_even_shards(config: PreTrainedConfig, family: Family, options: Mapp
     if family.gpt_oss and (options.get("expert_tensor_parallel_size") or tensor) > 1:
         raise UnsupportedModelError(
             f"tensor_model_parallel_size={tensor} for a {config.model_type} model without expert parallelism: "
-            "experts with biases are not cut; expected parallel.expert as a multiple of parallel.tensor"
+            "experts with biases cannot be sharded; expected parallel.expert as a multiple of parallel.tensor"
         )
     pipeline = options.get("pipeline_model_parallel_size", 1)
     chunks = options.get("virtual_pipeline_model_parallel_size") or 1
@@ -268,7 +270,9 @@ def _require_even_shards(config: PreTrainedConfig, family: Family, options: Mapp
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of TransformerConfig and of DistributedDataParallelConfig. Raises ValueError with the key."""
+    """Return the options for TransformerConfig, and the options for DistributedDataParallelConfig. Raises ValueError,
+    naming the key, for an option that is not supported, and for a value of a wrong type.
+    """
     types = get_type_hints(MLATransformerConfig) | get_type_hints(DistributedDataParallelConfig)
     names = {field.name for kind in (MLATransformerConfig, DistributedDataParallelConfig) for field in fields(kind)}
     for name, value in options.items():
@@ -289,7 +293,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
             raise ValueError(f"parallel.megatron.{name}={value!r}: {reason[0].lower()}{reason[1:]}") from error
     if "layernorm" in (options.get("recompute_modules") or ()) and not HAVE_TE:
         raise ValueError(
-            "parallel.megatron.recompute_modules: Megatron-Core needs Transformer Engine to compute layernorm again; "
+            "parallel.megatron.recompute_modules: Megatron-Core needs Transformer Engine to recompute layernorm; "
             "expected other modules"
         )
     data_parallel = {name: value for name, value in options.items() if name in _DATA_PARALLEL}
@@ -298,7 +302,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 @contextmanager
 def refused_settings() -> Iterator[None]:
-    """Raise ValueError with the key if Megatron-Core refuses settings, or lacks a library for one of them."""
+    """Convert an error of Megatron-Core to ValueError: it refuses settings, or a library for a setting is missing."""
     try:
         yield
     except (AssertionError, ImportError, ValueError) as error:

@@ -29,20 +29,20 @@ from stillhouse.objective import ObjectiveOutput, OutputHead, VocabShard
 
 _MTP_INPUTS = """input_ids position_ids attention_mask padding_mask rotary_pos_emb rotary_pos_cos rotary_pos_sin
 packed_seq_params sequence_len_offset"""
-#: the instructions of Python that read an argument
+#: the beginnings of the names of Python's instructions that read an argument
 _READS = ("LOAD_FAST", "LOAD_DEREF")
 
 
 class MegatronProcessor:
-    """An output processor for Megatron-Core's hook. Keep it as long as the model: it has the vocabulary shard.
+    """An output processor for Megatron-Core's hook. Keep it as long as the model: it caches the vocabulary shard.
 
     model: the model that will call this object, wrapped or not, on any pipeline stage. vocab_size: the number of
     vocabulary rows without padding; padding rows get no probability. If it is None, the output layer has no padding.
     softcap: if it is not None, the logits become softcap · tanh(logits / softcap).
 
-    flat: for `build_schedule_plan`, whose nodes accept only tensors and pass a gradient to each of them. The hook
-    then returns a tuple with a single differentiable tensor, a stack of the tensors in the processor's result. For an
-    `ObjectiveOutput`, these tensors are the loss and the metrics, and `unpack` restores the `ObjectiveOutput`.
+    flat: whether the hook returns a tuple with a single differentiable tensor, a stack of the tensors in the
+    processor's result. `build_schedule_plan` needs this, because its nodes accept only tensors with gradients. For an
+    `ObjectiveOutput`, the stacked tensors are the loss and the metrics, and `unpack` restores the `ObjectiveOutput`.
 
     Raises ValueError for a model that would not call the processor, or that would also minimise another loss.
     """
@@ -100,7 +100,9 @@ class MegatronProcessor:
         return (self._packed(result),) if self.flat else result
 
     def unpack(self, packed: Tensor) -> Any:
-        """Restore an `ObjectiveOutput`, or a tuple with one for each depth. Values per token are not restored."""
+        """Return the `ObjectiveOutput` in a packed tensor, or, for several depths, a tuple with one for each depth.
+        Values per token are not restored.
+        """
         if packed.dim() == 2:
             return tuple(self.unpack(depth) for depth in packed)
         loss, *metrics = packed.unbind()
@@ -160,7 +162,7 @@ class MultiTokenGPTModel(GPTModel):
                 **options,
             )
         if not isinstance(output_processor, MegatronProcessor):
-            raise ValueError(f"output_processor={output_processor!r}: expected a MegatronProcessor with its depths")
+            raise ValueError(f"output_processor={output_processor!r}: expected a MegatronProcessor, for all depths")
         if mtp_in_postprocess:
             inputs = {name: options[name] for name in _MTP_INPUTS.split() if name in options} | (
                 extra_block_kwargs or {}
@@ -194,8 +196,8 @@ def _require_hook(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     if getattr(config, "mtp_num_layers", None) and not isinstance(model, MultiTokenGPTModel):
         raise ValueError(
-            f"{name} with mtp_num_layers: Megatron would also minimise its own cross-entropy from logits, beside the "
-            "processor; expected stillhouse.megatron.processor.MultiTokenGPTModel"
+            f"{name} with mtp_num_layers: Megatron would minimise its own cross-entropy in addition to the "
+            "processor's loss; expected stillhouse.megatron.processor.MultiTokenGPTModel"
         )
     if getattr(config, "defer_embedding_wgrad_compute", False):
         raise ValueError(
@@ -205,7 +207,9 @@ def _require_hook(model: nn.Module) -> None:
 
 
 def _reads(function: Any, argument: str) -> bool:
-    """Whether a function has the argument and reads it. A function that ignores it would compute another loss."""
+    """Return whether a function has an argument and reads it. A model that does not read `output_processor` would
+    compute another loss.
+    """
     if argument not in inspect.signature(function).parameters:
         return False
     code = getattr(inspect.unwrap(function), "__code__", None)

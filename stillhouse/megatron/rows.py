@@ -30,7 +30,7 @@ class MegatronRows:
     """The rows of a micro-batch in Megatron-Core's layers on this rank.
 
     ids_NL, positions_NL: the tokens in the layers, and their positions in their documents.
-    rows: the rows of all context ranks.
+    rows: the rows before they are divided among the context ranks.
     documents: the number of columns of each document in a row.
     packed: the documents' borders; None if each row is one document.
     """
@@ -56,7 +56,7 @@ class MegatronRows:
         multiple = COLUMNS * parallel_state.get_context_parallel_world_size()
         result = []
         for (ids_NK, rows, documents), (count, columns) in zip(made, shapes, strict=True):
-            # rows and columns without tokens repeat other tokens; with packed documents, the columns are a document
+            # added rows and columns repeat other tokens; with packed documents, added columns are another document
             columns += -columns % multiple
             if columns > ids_NK.shape[1]:
                 documents = [*documents, columns - ids_NK.shape[1]] if packs else [columns]
@@ -69,7 +69,7 @@ class MegatronRows:
         return result
 
     def pack_tokens(self, values: Tensor) -> Tensor:
-        """Convert values [N·L, …] to [B·S, …] as `pack` does."""
+        """Return values [N·L, …] of the layers' rows as values [B·S, …] of this rank's micro-batch (see `pack`)."""
         return self.pack(values.unflatten(0, self.ids_NL.shape)).flatten(0, 1)
 
     def pack(self, hidden_NLD: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class MegatronRows:
 
 
 def _gathered_rows(batch: MicroBatch, packs: bool) -> tuple[Tensor, UnpackedRows, Sequence[int]]:
-    """Return a micro-batch's tokens [N, K] of all context ranks, and its documents' places and column counts."""
+    """Return a micro-batch's tokens [N, K] of all context ranks, its rows, and the documents' numbers of columns."""
     shape_BS, count = batch.shape_BS, parallel_state.get_context_parallel_world_size()
     position_ids_BS, is_padding_BS = batch.position_ids_BS.expand(shape_BS), batch.is_padding_BS
     ids_BS = batch.input_ids_BS
@@ -112,7 +112,7 @@ def _gathered_rows(batch: MicroBatch, packs: bool) -> tuple[Tensor, UnpackedRows
 def _places(documents: Sequence[int], *ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
     """For each context rank, yield the columns of a row that the rank has, and their positions in their documents.
 
-    The columns are in the rank's order.
+    The columns have the order in which the rank stores them.
 
     documents: the number of columns of each document.
     ranks: the context ranks, by default all.
@@ -134,12 +134,12 @@ def borders(documents: Sequence[int], device: torch.device) -> PackedSeqParams:
 
 
 def context_positions(tokens: int, rank: int | None = None) -> Tensor:
-    """Return the positions in a document of the tokens that a context rank (by default this rank) has, in its order.
+    """Return the positions, in a document, of the tokens that a context rank has, in the rank's order.
 
-    There are two chunks per rank. Rank r has chunk r and the r-th chunk from the end, so that all ranks have the same
-    work.
+    The document has two chunks per rank. Rank r has chunk r and the r-th chunk from the end (counted from 0), so that
+    all ranks have the same work.
 
-    tokens: the number of tokens with padding.
+    tokens: the document's number of tokens, including padding. rank: by default, this rank.
 
     Raises ValueError if the chunks would not be equal.
     """

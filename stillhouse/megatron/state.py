@@ -4,9 +4,9 @@ A tensor of the full model consists of rectangular blocks on the processes (`wei
 tensor by the protocol that `BlockTensor` implements. So a run may change its layout, and its engine, when it resumes.
 
 Megatron-Core's distributed optimizer shards the float32 weights, moments and gradients: each data rank has a range of
-a parameter's elements, which may begin or end within a row. So one parameter at a time is collected on a rank that
-`trained_parameters` chooses. It chooses owners such that all data ranks of a group collect about the same number of
-elements. `collect` and `spread` are collectives of the data ranks.
+a parameter's elements, which may begin or end within a row. So each parameter is collected, one at a time, on one
+rank, its owner. `trained_parameters` chooses the owners so that all data ranks of a group collect about the same
+number of elements. `collect` and `spread` are collectives of the data ranks.
 """
 
 from collections import defaultdict
@@ -63,12 +63,15 @@ class TrainedParameter:
         return {} if self.optimizer is None else self.optimizer.state[self.master]
 
     def values(self, kind: str) -> Tensor:
-        """Return this rank's elements of a moment, if `kind` is its name, otherwise of the float32 weight."""
+        """Return this rank's elements of the moment `kind`, or of the float32 weight if `kind` is no moment."""
         empty = self.master.new_empty(0)
         return self.state.get(kind, empty) if kind in MOMENTS else self.master.detach()
 
     def collect(self, values: Tensor, *, everywhere: bool = False) -> Tensor | None:
-        """Return the full tensor in float32 on the owner, or on all ranks if `everywhere`. Other ranks get None."""
+        """Return the full tensor in float32 on the owner (on all ranks with `everywhere`), and None on other ranks.
+
+        values: this rank's elements.
+        """
         full = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=values.device)
         full[self.elements] = values
         bits = full.view(torch.int32)  # a sum of integers and zeros keeps all bits; a sum of floats would lose -0.0
@@ -107,7 +110,7 @@ def trained_parameters(chunks: Chunks, optimizer: Any) -> list[TrainedParameter]
         parameter: (group, next((block.name for block in blocks[keys[parameter]]), keys[parameter][1]))
         for parameter, group in groups.items()
     }
-    # choose the owners, in the order of the tensors' sizes: the owner is the rank with the fewest elements so far
+    # choose owners, from the largest tensor to the smallest: the owner is the rank with the fewest elements so far
     sizes: defaultdict[tuple[dist.ProcessGroup, str], int] = defaultdict(int)
     for parameter, tensor in tensors.items():
         sizes[tensor] += parameter.numel()
@@ -120,7 +123,7 @@ def trained_parameters(chunks: Chunks, optimizer: Any) -> list[TrainedParameter]
     part_of = {parameter: part for part in parts for parameter in part.model_param_gbuf_map}
     entries = []
     for parameter, group in groups.items():
-        # the values for a parameter without an element on this rank
+        # the three values for a parameter without elements on this rank
         elements, optimizer, master = slice(0, 0), None, torch.empty(0, device=parameter.device)
         if (part := part_of.get(parameter)) is not None:
             param_group, number = part.model_param_group_index_map[parameter]
@@ -154,10 +157,10 @@ def require_partition(entries: Sequence[TrainedParameter]) -> None:
 class BlockTensor(Tensor):
     """A tensor of the full model for DCP, with a shape but without storage. This process has some blocks of it.
 
-    blocks: parts of parameters or moments, by the indices of their first elements.
+    blocks: parts of parameters or moments, by the indices of their first elements in the full tensor.
     offsets: the indices of the region's first element.
-    region: the rectangle that the blocks fill, because a file has at most one part of a tensor; a copy unless there
-        is only one block.
+    region: the rectangle that the blocks fill, as one tensor, because a file has at most one part of a tensor. It is
+        a copy if there are several blocks.
     """
 
     blocks: dict[tuple[int, ...], Tensor]
@@ -166,7 +169,7 @@ class BlockTensor(Tensor):
 
     @classmethod
     def without_blocks(cls, shape: Sequence[int]) -> "BlockTensor":
-        tensor = torch.zeros(()).expand(tuple(shape)).as_subclass(cls)  # DCP allocates tensors on "meta"
+        tensor = torch.zeros(()).expand(tuple(shape)).as_subclass(cls)  # DCP would allocate "meta"
         tensor.blocks = {}
         return tensor
 
@@ -215,8 +218,8 @@ class BlockTensor(Tensor):
 
 @dataclass(frozen=True)
 class MegatronState:
-    """The state's tensors have the kinds WEIGHT and AVERAGE, and a kind for each moment. For each parameter, one data
-    rank writes the tensors of all kinds.
+    """The state of an engine. Its tensors have the kinds WEIGHT and AVERAGE, and a kind for each moment. For each
+    parameter, one data rank writes the tensors of all kinds.
     """
 
     student: MegatronStudent
@@ -224,7 +227,7 @@ class MegatronState:
     average: WeightAverage | None = None
 
     def tensors(self) -> dict[str, Any]:
-        """Return this process's blocks and random states, by name. A collective of all processes."""
+        """Return this process's blocks, step numbers and random states, by name. A collective of all processes."""
         held, steps, averages = self._empty(), self._steps(), self._averages()
         for block, weight in self._buffers():
             held[f"{WEIGHT}{block.name}"].include(block, weight)
@@ -249,8 +252,8 @@ class MegatronState:
         """
         if without_moments:
             raise ValueError(
-                f"{folder.parent}: '{without_moments[0]}' never had a gradient, so it has no moments there; "
-                "expected a run in which all parameters are trained, with parallel.engine: megatron"
+                f"{folder.parent}: '{without_moments[0]}' never had a gradient, so the state has no moments of it; "
+                "expected a run in which all parameters are trained, or parallel.engine: torch"
             )
         for entry in self.trained:
             if entry.optimizer is not None:
@@ -295,7 +298,7 @@ class MegatronState:
                 if len(places := (~entry.values(kind).isfinite()).nonzero()):
                     first = torch.tensor(entry.elements.start + int(places[0]))
                     element = torch.unravel_index(first, entry.parameter.shape)
-                    names.append(entry.key[1])  # padding is in no block
+                    names.append(entry.key[1])  # the name for padding, which is in no block
                     for block in entry.blocks:
                         bounds = zip(index_key(block.local), element, strict=True)
                         if all(start <= at < stop for (start, stop), at in bounds):
@@ -303,7 +306,9 @@ class MegatronState:
         return names
 
     def bytes_to_write(self, *, all_moments: bool = False) -> int:
-        """As `TorchState.bytes_to_write`."""
+        """Return the size in bytes that all processes write: all tensors, and the weights again for the student's
+        folder. all_moments: whether to count moments that do not exist yet.
+        """
         weights = sum(prod(self.student.shapes[name]) for name in self.student.saved)
         later = len(MOMENTS) * sum(prod(self.student.shapes[name]) for name in self.student.trained)
         missing = later if all_moments and not self._steps() else 0
@@ -343,7 +348,7 @@ class MegatronState:
     def _steps(self, *, created: bool = False) -> dict[str, Any]:
         """Return the step number of each parameter's moments. Before the first step, the result is empty.
 
-        created: whether this process has just created the moments, so that the result is not empty.
+        created: whether this process has just created the moments. In this case, the result is not empty.
         """
         here = [float(entry.state["step"]) for entry in self.trained if "step" in entry.state]
         steps = {step for rank_steps in self.student.ranks.gather(sorted({*here})) for step in rank_steps}
@@ -378,5 +383,5 @@ def _key(kind: str, name: str) -> str:
 def _only_value(steps: Iterable[float]) -> float:
     values = {*steps}
     if len(values) != 1:
-        raise ValueError(f"the moments are of {sorted(values)} steps: expected one number for all parameters")
+        raise ValueError(f"the moments have the step numbers {sorted(values)}: expected one for all parameters")
     return values.pop()

@@ -2,8 +2,8 @@
 
 The teacher's forward runs before the student's forward; the teacher's hidden states stay on the last stage. The full
 tensors of a stage are all-gathered one at a time from the blocks on its ranks (`weights.py`), so that no process
-needs memory for more than two copies of one tensor. Tensor ranks gather among themselves. For the tensors of experts,
-the ranks that share a layer's experts gather among themselves. So each replica gathers separately.
+needs memory for more than two copies of one tensor. A gather is a collective of the tensor ranks or, for tensors of
+experts, of the ranks that share a layer's experts. So each replica gathers separately.
 """
 
 from collections import defaultdict
@@ -73,7 +73,7 @@ class MegatronStudent(DistributedStudent):
         #: the shapes of the full model's tensors, by name; a tied head has the embedding's name
         self.shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in shared}
         parameters = {name: parameter for name, parameter in decoder.named_parameters() if name not in shared}
-        #: the names of the trained tensors, and of the tensors in a checkpoint: trained tensors and buffers
+        #: the names of the trained tensors; and the names of a checkpoint's tensors, which also include buffers
         self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         self.saved = [name for name in self.shapes if name in self.trained or name not in parameters]
 
@@ -82,7 +82,7 @@ class MegatronStudent(DistributedStudent):
         return ((f"{number}.{name}", parameter) for (number, name), parameter in self.student.named_parameters())
 
     def initialize_adapter(self, seed: int, *, fresh: bool = True) -> None:
-        """See the interface. Call this before the optimizer is created, because the optimizer copies the matrices."""
+        """Initialise the adapter's matrices on this rank, before the optimizer is created, which copies them."""
         matrices = self.student.matrices.items()
         self.student.set_adapter((name, initial_matrix(name, shape, seed, fresh=fresh)) for name, shape in matrices)
 
@@ -121,7 +121,9 @@ class MegatronStudent(DistributedStudent):
         return [tensors[name] for name in self.shapes if name in tensors]
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
-        """See the interface. Under a pipeline, evaluations also get a multiple of its ranks as micro-batches."""
+        """Return this process's share of the micro-batches. Under a pipeline, their number is a multiple of the
+        pipeline's ranks, also in evaluations.
+        """
         return shard_micro_batches(micro_batches, self.mesh, uniform_shapes=self.layout.stages > 1)
 
     def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:
@@ -156,7 +158,7 @@ class MegatronStudent(DistributedStudent):
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The buffers of this rank's gradients."""
+        """The buffers that contain the gradients on this rank."""
         return [
             buffer.grad_data
             for model in self.student.wrapped

@@ -5,10 +5,10 @@ require_coverage(from_all_ranks(table), shapes)     # a collective: each element
 for block, gradient in local_blocks(chunks, table, lambda parameter: parameter.main_grad):
     full[block.name][block.index] = gradient
 
-A `ModelSource` loads weights into a decoder. So each chunk is loaded through a decoder that has the chunk's layers,
-in shards that contain all blocks that this rank has of a tensor. A process never has more in memory than its part of
-the model and one more tensor. For this, the chunk's memory is freed before the decoder's memory is allocated. Each
-tensor of the decoder is freed when it has been copied.
+A `ModelSource` loads weights into a decoder. So each chunk is loaded through a decoder that has the chunk's layers.
+The decoder's tensors are sharded; a shard contains all blocks that this rank has of a tensor. A process never has
+more in memory than its part of the model and one more tensor: the chunk's memory is freed before the decoder's memory
+is allocated, and each tensor of the decoder is freed when it has been copied.
 """
 
 import re
@@ -54,7 +54,7 @@ Key = tuple[int, str]
 
 _EMBEDDING, _HEAD = "backbone.embed_tokens.weight", "head.linear.weight"
 _LAYER = re.compile(r"(?:decoder|mtp)\.layers\.(\d+)\.(?:mtp_model_layer\.)?(.+)")
-#: a module for each expert, or a tensor for each expert in one module of Transformer Engine
+#: an expert's parameter: there is a module per expert, or a Transformer Engine module with a tensor per expert
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<module>\d+)\.)?(?P<name>linear_fc[12]\.(?:weight_IO|shift_1O|weight))(?P<tensor>\d*)"
 )
@@ -159,7 +159,7 @@ def _pieces(
         name = f"mlp.experts.*.{expert['name']}"
     rule = {**MTP_NAMES, **require_family(config).names}.get(name)
     if rule is None or in_layer is None:
-        raise ValueError(f"parameter '{parameter}' of Megatron-Core has no name in a {config.model_type} model")
+        raise ValueError(f"parameter '{parameter}' of Megatron-Core is unknown in a {config.model_type} model")
     if parameter.startswith("mtp."):
         prefix = f"mtp.layers.{in_layer[1]}.{'' if name in MTP_NAMES else 'mtp_block.'}"
     else:
@@ -177,8 +177,8 @@ def _pieces(
 def require_coverage(tables: Sequence[WeightTable], shapes: Mapping[str, Sequence[int]]) -> None:
     """Raise ValueError unless the tables of all ranks cover each element of each tensor exactly once.
 
-    They must also cover each element of each parameter once, except vocabulary padding. Ranks of one stage may be
-    replicas.
+    Each table must also cover each element of its rank's parameters once, except vocabulary padding. Equal blocks of
+    ranks of one stage count once, because these ranks are replicas.
 
     shapes: the shapes of all tensors of the full model
     """
@@ -289,7 +289,7 @@ def load_from_source(
 ) -> dict[Key, Tensor]:
     """Load the weights of this rank's chunks. A collective of all ranks.
 
-    decoder: the full model without values. From now on, transformers saves it under the tensors' names in the files.
+    decoder: the full model without values. After the call, transformers saves it with the tensor names of the files.
 
     Returns the unrounded values of rounded weights. Raises one of `LOAD_ERRORS` on all ranks, for example for weights
     that are missing or not finite.
@@ -320,8 +320,8 @@ def copy_tensors(
 ) -> dict[Key, Tensor]:
     """Copy tensors of the full model, or shards of them, into the parameters. Padding rows become zero.
 
-    If the dtype of a trained parameter rounds a value, the parameter's unrounded values are returned. Raises
-    ValueError for a tensor that is missing or has another shape.
+    Returns the unrounded values of each trained parameter whose dtype rounds a value. Raises ValueError for a tensor
+    that is missing or has another shape.
     """
     blocks: defaultdict[str, list[Block]] = defaultdict(list)
     for block in table.blocks:
@@ -350,7 +350,7 @@ def copy_tensors(
             if block.key in unrounded:
                 unrounded[block.key][block.local] = source
     for name, (block, *_) in blocks.items():
-        raise ValueError(f"there is no tensor '{name}', and parameter '{block.parameter}' needs it")
+        raise ValueError(f"there is no tensor '{name}', but parameter '{block.parameter}' needs it")
     for parameter in untouched.values():  # vocabulary shards that have only padding rows
         _allocate_zeros(parameter)
     return unrounded
@@ -358,7 +358,7 @@ def copy_tensors(
 
 def _allocate_zeros(parameter: Tensor) -> None:
     storage = parameter.untyped_storage()
-    if not storage.nbytes():  # a storage with memory may also have other parameters
+    if not storage.nbytes():  # other parameters may share a storage with memory
         storage.resize_(parameter.numel() * parameter.element_size())
     parameter.zero_()
 

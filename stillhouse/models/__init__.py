@@ -1,4 +1,4 @@
-"""Causal language models as backbone and head (see `decoder.py`)."""
+"""Loads causal language models, wraps each one as a backbone and a head (`Decoder`), and checks it."""
 
 from stillhouse.models.adapter import add_lora, initialize_lora, without_lora
 from stillhouse.models.decoder import Decoder

@@ -1,11 +1,11 @@
-"""LoRA on a decoder: two small trained matrices beside each frozen linear layer.
+"""LoRA on a decoder: each selected linear layer is frozen and gets two small trained matrices.
 
 W x becomes W x + (alpha / r) B A x, where A is [r, inputs] and B [outputs, r] (Hu et al. 2021, arXiv:2106.09685).
 peft's LoRA layers replace the linear layers, and the adapter's files have peft's format. peft is an optional
 dependency, so a function imports it only when it needs it.
 
-A server adds the layers of a LoRA that another process has trained (`LoraOptions`). It applies or refuses every
-option that changes the layers, because other layers would make another model.
+A server also adds the layers of a LoRA, whose weights another process trains. The server reads the LoRA's options
+from adapter_config.json (`LoraOptions`) and refuses options for which `add_lora` would make other layers.
 """
 
 import copy
@@ -35,7 +35,7 @@ from stillhouse.models.quantized import element_count, is_quantized
 ALL_LINEAR = "all-linear"
 _NAME = "default"  # peft's name for the only adapter of a model
 ADAPTER_CONFIG = "adapter_config.json"
-#: the options that do not change a server's layers; peft derives fan_in_fan_out from the class of each layer
+#: the options of peft that do not change a server's layers; peft sets fan_in_fan_out by the class of each layer
 _WITHOUT_EFFECT = {
     *("base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_dropout", "peft_version", "revision"),
     "task_type",
@@ -44,13 +44,13 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True)
 class Lora:
-    """The description of a decoder's adapter."""
+    """The size of a decoder's adapter."""
 
     r: int
     alpha: float
     layers: int  # the number of layers with a LoRA
     trained: int  # the number of trained parameters
-    parameters: int  # the number of all parameters of the full model with its adapter
+    parameters: int  # the number of parameters of the full model, adapter included
 
     def __str__(self) -> str:
         def short(count: int) -> str:
@@ -75,13 +75,13 @@ def add_lora(
 ) -> Lora:
     """Add an adapter to an unsharded decoder and freeze all other parameters.
 
-    The matrices A and B are uninitialised until `initialize_lora`. Their dtype is float32, or the weight's dtype if
-    that is wider.
+    The matrices A and B are uninitialised until `initialize_lora` is called. Their dtype is float32, or the dtype of
+    the layer's weight if it is wider than float32.
 
-    targets: `ALL_LINEAR` (all linear layers of the language model except the head), or the last parts of module
-        names.
-    base, revision: the base model's name and revision in the adapter's files; by default, the name from which the
-        model was loaded.
+    targets: `ALL_LINEAR` (all linear layers of the language model except the head), or the last parts of the names of
+        linear layers, such as q_proj.
+    base, revision: the base model's name and revision, which are written to the adapter's files. The default name is
+        the one from which the model was loaded.
 
     Raises ValueError for targets that cannot have an adapter.
     """
@@ -89,7 +89,7 @@ def add_lora(
 
     model = decoder.pretrained
     names = target_names(decoder, targets)
-    # adapters usually have only the last parts of the names; this is possible if they select the same modules
+    # adapter files usually contain only the last parts of the names, which is exact if they select the same modules
     last_parts = {name.rpartition(".")[2] for name in names}
     selected = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
     config = LoraConfig(
@@ -101,15 +101,15 @@ def add_lora(
         revision=revision,
     )
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft itself detects that GPT-2 stores [in, out]
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft itself detects GPT-2's [in, out] weights
         model.add_adapter(config)
     config.base_model_name_or_path = base or model.name_or_path
     config.target_modules = sorted(config.target_modules)  # the order of peft's set differs between processes
     layers = _lora_layers(model)
     if different := sorted(layers.keys() ^ set(names)):  # peft treats some names as names of experts
         raise ValueError(
-            f"peft does not put a LoRA on the layers that were asked for in model type '{model.config.model_type}' "
-            f"(first: '{different[0]}'): expected names that are not those of experts, such as [q_proj, v_proj]"
+            f"peft puts the LoRA on other layers of model type '{model.config.model_type}' than the requested layers "
+            f"(first difference: '{different[0]}'): expected layers that are not experts, such as [q_proj, v_proj]"
         )
     for layer in layers.values():
         weight = layer.get_base_layer().weight
@@ -122,10 +122,10 @@ def add_lora(
 
 @torch.no_grad()
 def initialize_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
-    """Initialise the adapter's matrices, if any, on this process as peft does: A uniform, B zero.
+    """Initialise the matrices of the decoder's adapter, if it has one, on this process.
 
-    The values do not depend on the sharding (`name_seed`). With fresh=False, B is random like A, so that no gradient
-    is 0.
+    As in peft, the values of A are random with a uniform distribution, and B is zero. With fresh=False, B is random
+    like A, so that no gradient is 0. The values do not depend on the sharding (`name_seed`).
     """
     for name, parameter in decoder.named_parameters():
         if is_lora(name):
@@ -135,7 +135,7 @@ def initialize_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
 def initial_matrix(
     name: str, shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32, *, fresh: bool = True
 ) -> Tensor:
-    """Return the initial values of a matrix by its name in the full decoder (see `initialize_lora`)."""
+    """Return the initial values of the unsharded matrix that the decoder calls `name` (see `initialize_lora`)."""
     matrix = torch.zeros(tuple(shape), dtype=dtype)
     if not fresh or ".lora_A." in name:
         nn.init.kaiming_uniform_(
@@ -145,17 +145,17 @@ def initial_matrix(
 
 
 def is_lora(name: str) -> bool:
-    """Whether a parameter with this name is a matrix of an adapter."""
+    """Return whether a parameter with this name is a matrix of an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def base_name(name: str) -> str:
-    """Return the name that this weight has in a model without an adapter."""
+    """Return the name that a weight has in the same model without an adapter."""
     return name.replace(".base_layer.", ".")
 
 
 def lora_parts(layer: nn.Module) -> dict[str, nn.Module]:
-    """Return the submodules base_layer, lora_A and lora_B of a layer with an adapter; empty for any other layer."""
+    """Return a layer's submodules base_layer, lora_A and lora_B by name, or {} for a layer without an adapter."""
     children = dict(layer.named_children())
     if "lora_A" not in children:
         return {}
@@ -165,12 +165,12 @@ def lora_parts(layer: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def without_lora(decoder: Decoder) -> Iterator[None]:
-    """Switch the adapter off, for forward passes without gradients."""
+    """Within the block, switch the adapter off. Only for forward passes without gradients."""
     layers = _lora_layers(decoder).values()
     for layer in layers:
         layer.enable_adapters(False)
-        # peft has also frozen the matrices. But they must require grad: FSDP records in its first forward which
-        # parameters require grad, and the forward in this block may be the first one
+        # peft has also frozen the matrices, but they must require grad: FSDP records in its first forward which
+        # parameters require grad, and the first forward may be in this block
         layer.set_requires_grad(layer.active_adapters)
     try:
         yield
@@ -180,16 +180,16 @@ def without_lora(decoder: Decoder) -> Iterator[None]:
 
 
 def save_lora(decoder: Decoder, matrices: Mapping[str, Tensor], folder: str | os.PathLike[str]) -> None:
-    """Write the adapter in peft's format. matrices: the unsharded matrices by their names in the decoder."""
+    """Write the adapter to a folder in peft's format. matrices: the unsharded matrices, by their decoder names."""
     config: Any = copy.copy(decoder.pretrained.peft_config[_NAME])
-    config.inference_mode = True  # as peft does when it saves an adapter
+    config.inference_mode = True  # peft also sets this when it saves an adapter
     config.save_pretrained(os.fspath(folder))
     named = {saved_lora_name(decoder, name): matrix.contiguous() for name, matrix in matrices.items()}
     save_file(named, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
 
 
 def saved_lora_name(decoder: Decoder, name: str) -> str:
-    """Return the name of a matrix in peft's files by its name in the decoder."""
+    """Return the name that a matrix has in peft's files. name: its name in the decoder."""
     inside = f"base_model.model.{decoder.backbone_name}."
     return inside + name.removeprefix("backbone.").replace(f".{_NAME}.", ".")
 
@@ -199,22 +199,22 @@ def merged_lora(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PreTr
     from peft import PeftModel
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # by peft's code
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # caused by peft
         return PeftModel.from_pretrained(model, os.fspath(folder), torch_device="cpu").merge_and_unload()
 
 
 def target_names(decoder: Decoder, targets: str | list[str]) -> list[str]:
-    """Return the full names of the linear layers that `targets` select.
+    """Return the full names of the linear layers that `targets` select (see `add_lora`).
 
-    Raises ValueError for a target that selects no module, the head, the input embedding, or a module that is not
-    linear.
+    Raises ValueError for a target that selects no module, and for one that selects the head, the input embedding or a
+    module that is not linear.
     """
     model = decoder.pretrained
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if _is_linear(module) and module is not head]
     if targets == ALL_LINEAR:
-        language_modules = set(decoder.language_model.modules())  # without images, a vision tower has no gradient
+        language_modules = set(decoder.language_model.modules())  # vision towers have no gradient without images
         return [name for name in linear if modules[name] in language_modules]
     names: dict[str, None] = {}
     for target in [targets] if isinstance(targets, str) else targets:
@@ -227,10 +227,10 @@ def target_names(decoder: Decoder, targets: str | list[str]) -> list[str]:
         for name in selected:
             if modules[name] is head or modules[name] is embedding:
                 which = "output head" if modules[name] is head else "input embedding"
-                shared = ", tied to the other one" if head.weight is embedding.weight else ""
+                shared = ", whose weight is tied" if head.weight is embedding.weight else ""
                 raise ValueError(
-                    f"'{target}' is the {which} ('{name}'{shared}), which cannot have a LoRA: the objective "
-                    f"multiplies by the head's plain weight. Expected {ALL_LINEAR}, or layers of the backbone"
+                    f"'{target}' is the {which} ('{name}'{shared}), which cannot have a LoRA: the objective reads "
+                    f"only the head's weight, without a LoRA. Expected {ALL_LINEAR}, or layers of the backbone"
                 )
             if name not in linear:
                 raise ValueError(f"'{target}' is a {type(modules[name]).__name__} ('{name}'): expected linear layers")
@@ -239,7 +239,7 @@ def target_names(decoder: Decoder, targets: str | list[str]) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module multiplies its input by its weight. Some subclasses of nn.Linear do not (Llama 4's router)."""
+    """Return whether a module returns a linear layer's output. Some subclasses do not (Llama 4's router)."""
     if not isinstance(module, nn.Linear | Conv1D):
         return False
     if type(module).forward in (nn.Linear.forward, Conv1D.forward) or is_quantized(module.weight):
@@ -260,7 +260,7 @@ def _lora_layers(model: nn.Module) -> dict[str, Any]:
 
 
 class _AdapterConfig(BaseModel):
-    """adapter_config.json, as `save_lora` writes it."""
+    """The content of adapter_config.json, as `save_lora` writes it."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -271,7 +271,7 @@ class _AdapterConfig(BaseModel):
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """The options of `add_lora` that determine the layers. targets: the last parts of module names, sorted."""
+    """The options that determine the layers of an adapter. targets: the last parts of module names, sorted."""
 
     r: int
     alpha: float
@@ -279,7 +279,9 @@ class LoraOptions:
 
     @classmethod
     def of(cls, content: bytes) -> "LoraOptions":
-        """Parse the content of adapter_config.json. Raises ValueError if `add_lora` would make other layers."""
+        """Return the options in the content of adapter_config.json. Raises ValueError if the content describes no
+        LoRA, or other layers than `add_lora` makes, and if peft is not installed.
+        """
         if importlib.util.find_spec("peft") is None:
             raise ValueError("an adapter needs peft, which is not installed; pip install 'stillhouse[lora]'")
         try:
@@ -293,7 +295,7 @@ class LoraOptions:
         defaults = json.loads(json.dumps(LoraConfig().to_dict()))
         for name, value in sorted((config.model_extra or {}).items()):
             default = defaults.get(name)
-            # refuse options that make other layers, such as DoRA's; null has no effect
+            # refuse options that make other layers, such as those of DoRA; null has no effect
             if name not in _WITHOUT_EFFECT and value not in (default, None) and (value or default):
                 raise ValueError(
                     f"{ADAPTER_CONFIG} has {escaped(name)[:100]}={escaped(str(value))[:100]}: expected "
@@ -306,7 +308,7 @@ class LoraOptions:
 
 
 def expected_lora(decoder: Decoder, options: LoraOptions) -> dict[str, Tensor]:
-    """Return the matrices that `add_lora` would add to a decoder without an adapter, by name, on the meta device.
+    """Return the matrices, on the meta device and by name, that `add_lora` would add to a decoder without an adapter.
 
     Raises ValueError for targets that cannot have an adapter.
     """

@@ -24,7 +24,7 @@ MTP = "mtp."
 
 
 def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
-    """Return the names that a tensor may have in transformers' files. A tied tensor may be saved under any name."""
+    """Return the names that a decoder's tensor can have in transformers' files. A tied tensor has several names."""
     model, name = decoder.pretrained, base_name(name)
     prefix = f"{decoder.backbone_name}."
     if decoder.mtp is not None and name.startswith(MTP):
@@ -40,7 +40,7 @@ def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
 
 
 def saved_names(decoder: Decoder) -> dict[str, str]:
-    """Return, by the names of a full decoder's tensors, their names in its model before transformers' conversions."""
+    """Return, for each tensor's name in a full decoder, its name in the transformers model, without conversions."""
     names = (name for name in decoder.state_dict() if name.partition(".")[0] not in decoder.layer_losses)
     return {name: checkpoint_names(decoder, name)[0] for name in names}
 
@@ -56,10 +56,11 @@ class StoredNames:
         self._model, self._conversions = model, get_model_conversion_mapping(model)
         renamings = [conversion for conversion in self._conversions if isinstance(conversion, WeightRenaming)]
         self._converters = [conversion for conversion in self._conversions if isinstance(conversion, WeightConverter)]
-        # transformers adds or removes the prefix of the backbone only for names with a value
+        # transformers adds or removes the prefix of the backbone only for names that have a value in this dict
         names: dict[str, Any] = dict.fromkeys(map(base_name, model.state_dict()), True)
         self._stored: dict[str, str] = {}
-        self._groups: dict[str, list[tuple[str, str]]] = {}  # by the first target's name: (stored name, pattern)
+        # for the name of a conversion's first result, the (stored name, pattern) of each source
+        self._groups: dict[str, list[tuple[str, str]]] = {}
         for key in sorted(stored, key=dot_natural_key):
             prefix = model.base_model_prefix
             renamed = key if key in names else rename_source_key(key, renamings, [], prefix, names)[0]
@@ -69,11 +70,11 @@ class StoredNames:
                 self._groups.setdefault(target, []).append((key, pattern))
 
     def remember(self) -> None:
-        """Let transformers save the model under these names, as if it had loaded the model itself."""
+        """Let transformers save the model under the stored names, as if transformers had loaded it."""
         self._model._weight_conversions = [part for part in self._conversions if part.was_used()]
 
     def get(self, name: str) -> str | None:
-        """Return the stored name of a model's tensor. The result is None if no file has the tensor in this form."""
+        """Return the stored name of a model's tensor, or None if no file has it as one tensor (see `converted`)."""
         return self._stored.get(name)
 
     def converted(self, name: str, read: Callable[[str], Tensor]) -> Tensor | None:
@@ -98,7 +99,7 @@ class StoredNames:
 
 
 def save_as(model: PreTrainedModel, loaded: PreTrainedModel) -> None:
-    """Let transformers save `model`, an empty copy of `loaded`, under the names of the files of `loaded`."""
+    """Let transformers save `model`, an empty copy of `loaded`, under the tensor names in the files of `loaded`."""
     if hasattr(loaded, "_weight_conversions"):  # absent if the weights have been initialised, not loaded
         model._weight_conversions = loaded._weight_conversions
 

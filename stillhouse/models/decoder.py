@@ -2,9 +2,9 @@
 
     tokens ─▶ backbone ─▶ hidden states ─▶ head(processor, context) ─▶ logits, or the processor's result
 
-The model is not patched: its base model is the backbone, and `Head` contains its output layer. `Decoder.pretrained`
-is the model itself, for its configuration, for saving and for generation. It shares all parameters with the decoder,
-but is not registered as a submodule, so that each parameter is registered once.
+The model's code is not changed: the backbone is the model's base model, and `Head` contains the model's output layer.
+`Decoder.pretrained` is the model itself. It is used for its configuration, for saving and for generation. It shares
+all parameters with the decoder, but is not registered as a submodule, so that each parameter is registered once.
 
 B rows, S tokens per row, T = B·S, D width, E width of a teacher, V vocabulary.
 """
@@ -48,20 +48,22 @@ class Decoder(nn.Module):
     """Wraps a causal language model of transformers.
 
     Raises ValueError for a model without an output head, with an encoder, or with a head that is not a plain linear
-    layer (a head with LoRA, or a quantized head). `verify=True` runs a few artificial tokens. It also raises
-    ValueError if the head does not give the model's own logits, if tokens attend to later tokens, or if documents
-    that are packed together influence each other. `packing`: "packed", "rows", or "auto" for the first way that is
-    exact. `activations`: the device and dtype of activations; with them, variable-length attention is used for packed
-    documents if possible. Without them, the model's own attention is used.
+    layer (a head with LoRA, or a quantized head). `verify=True` runs a few artificial tokens, and raises ValueError
+    if the head does not give the model's own logits, if tokens attend to later tokens, or if documents influence each
+    other in every way of packing that `packing` allows.
+
+    `packing`: "packed" for several documents in a row, "rows" for one document per row, "auto" for the first exact
+    way (see `document_packing.py`). `activations`: the device and dtype of the activations. If they are given, packed
+    documents use variable-length attention where it is possible; otherwise, the model keeps its own attention.
     """
 
     pretrained: PreTrainedModel
     backbone: nn.Module
     backbone_name: str  # the backbone's name in `pretrained`
     head: Head | PassThrough
-    packing: Packing  # the way in which documents are packed; a proof changes a way that is not exact
-    rows: UnpackedRows | JoinedRow | None  # the backbone's rows while it runs, if they differ from the micro-batch's
-    tied: bool  # whether head and input embedding share one weight
+    packing: Packing  # the way in which documents are packed; a proof replaces a way that is not exact
+    rows: UnpackedRows | JoinedRow | None  # the rows in the running backbone; None if they are the micro-batch's
+    tied: bool  # whether the head and the input embedding share one weight
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
     lora: "Lora | None" = None  # describes the adapter that `add_lora` has added
     mtp: "MtpLayers | None"  # the MTP layers that `add_mtp` has added
@@ -112,13 +114,14 @@ class Decoder(nn.Module):
         activations: Activations | None = None,
         verify: bool = True,
     ) -> "Decoder":
-        """Load a folder or a hub id; transformers gets the name unchanged.
+        """Load a model from a folder or a hub id, and wrap it. transformers gets `name_or_path` unchanged.
 
-        `dtype`: a name such as "bfloat16", or "auto" or None for the dtype of the saved weights. None warns if this
-        dtype is narrower than float32, because rounding changes the results. `attention`: transformers'
-        `attn_implementation`. `device`: some attention implementations can be verified only on a GPU. `quantize`:
-        "int8", "nf4" or "fp8", for a frozen model (see `quantized.py`). `trained`: whether an adapter will be trained
-        on it. `multimodal`: whether to load a vision tower even if the family has a class without the tower.
+        `dtype`: a name such as "bfloat16", or "auto" or None for the dtype of the saved weights. With None, a saved
+        dtype narrower than float32 causes a warning, because rounding changes the results. `attention`: transformers'
+        `attn_implementation`. `device`: None means the CPU; some attention implementations can be verified only on a
+        GPU. `quantize`: "int8", "nf4" or "fp8", for a frozen model (see `quantized.py`). `trained`: whether an
+        adapter will be trained on the quantized model. `multimodal`: whether to load the vision tower if the family
+        has classes with and without a tower.
 
         Raises ValueError for a model that cannot be found, read or wrapped, and for a checkpoint that lacks weights.
         """
@@ -135,8 +138,8 @@ class Decoder(nn.Module):
         )
         what = f"model '{escaped(os.fspath(name_or_path))}'"
         if dtype is None and model.dtype.itemsize < torch.float32.itemsize:
-            saved = f"{what} computes in {str(model.dtype).removeprefix('torch.')}, in which its weights were saved: "
-            warnings.warn(f'{saved}say dtype="auto" if that is intended, or dtype="float32"', stacklevel=2)
+            saved = f"{what} computes in {str(model.dtype).removeprefix('torch.')}, the dtype of its saved weights: "
+            warnings.warn(f'{saved}pass dtype="auto" if this is intended, or dtype="float32"', stacklevel=2)
         if verify:
             require_runnable(model, what)
         return cls(model, packing=packing, activations=activations, verify=verify)
@@ -161,21 +164,21 @@ class Decoder(nn.Module):
         `head=False`: return the hidden states [B, S, D] after the final norm, without running the head.
         `position_ids`: [B, S], or [1, S] for all rows. If a row has several documents, the positions restart at each
         document, and attention_mask must be None. `attention_mask`: [B, S], 1 for tokens, 0 for padding.
-        `is_padding`: bool, [B, S]. A backbone that gets one document per row does not run documents that are only
-        padding; their hidden states are arbitrary. `lengths`: the lengths of the documents in `position_ids`; without
-        them, they are read from the device. `images`: the backbone's arguments for images, in the order of the
-        documents in the flattened rows. `backbone_kwargs`: further arguments of the backbone. With `position_ids` and
-        without a mask, they must be tensors [B, S, …], such as `axis_position_ids` [B, S, A], the rotary positions in
-        A axes. With `inputs_embeds` [B, S, D], `input_ids` must be None. `mtp_input_ids`: the token ids [B, S]. If
-        they are given, the MTP layers run, and the head calls the processor once with a tuple of the hidden states of
-        depths 0, 1, ….
+        `is_padding`: bool [B, S], True for padding. A backbone that gets one document per row does not run documents
+        that contain only padding; their hidden states are arbitrary. `lengths`: the documents' lengths; if they are
+        None, they are computed from `position_ids`, which waits for the device. `images`: the backbone's arguments
+        for images, in the order of the documents in the flattened rows. `backbone_kwargs`: further arguments of the
+        backbone. With `position_ids` and without a mask, they must be tensors [B, S, …], such as `axis_position_ids`
+        [B, S, A], the rotary positions in A axes. With `inputs_embeds` [B, S, D], `input_ids` must be None.
+        `mtp_input_ids`: the token ids [B, S]. If they are given, the MTP layers run, and the head calls the processor
+        once with a tuple of the hidden states of depths 0, 1, ….
         """
         rows, attention = None, self.packing.attention
         arguments = {"input_ids": input_ids, **read_token_inputs(self.backbone, backbone_kwargs)}
         images = model_media(self.pretrained, self.backbone, images or {})
         if mtp_input_ids is not None and (images or AXES in arguments):
             raise ValueError(
-                "student.mtp: the layers read embeddings of tokens, but the data has images: expected mtp null"
+                "student.mtp: MTP layers read only embeddings of tokens, but the data has images: expected mtp null"
             )
         is_packed = position_ids is not None and attention_mask is None
         if position_ids is not None and attention_mask is None:
@@ -192,7 +195,7 @@ class Decoder(nn.Module):
                 hidden = self.backbone(**arguments, use_cache=False, return_dict=True).last_hidden_state
             depths: tuple[Tensor, ...] = (hidden,)
             if mtp_input_ids is not None:
-                assert self.mtp is not None, "multi-token prediction without its layers"
+                assert self.mtp is not None, "mtp_input_ids for a decoder without MTP layers"
                 self.mtp.model.config._attn_implementation = self.config._attn_implementation
                 if rows is not None and position_ids is not None:
                     mtp_input_ids, position_ids = rows.unpack(mtp_input_ids), rows.position_ids(position_ids)
@@ -222,10 +225,10 @@ class Decoder(nn.Module):
     def axis_positions(
         self, input_ids_S: Tensor, token_types_S: Tensor | None, images: Mapping[str, Tensor]
     ) -> Tensor | None:
-        """Return the positions of one document in each axis, [S, A] int64, or None for a family with one axis.
+        """Return a document's rotary positions in several axes, [S, A] int64, or None for a family with one axis.
 
-        All tensors are on the CPU. images: the document's images, as the family's processor returns them. The
-        family's own function computes the positions without weights.
+        The positions are computed by the family's own function, which needs no weights. All tensors are on the CPU.
+        images: the document's images, as the family's processor returns them.
         """
         if (function := getattr(self.backbone, "get_rope_index", None)) is None:
             return None
@@ -239,7 +242,7 @@ class Decoder(nn.Module):
 
     @property
     def has_head(self) -> bool:
-        """Whether the decoder has its head. A pipeline stage without the head returns hidden states."""
+        """Whether this process has the head. Of all pipeline stages, only the last one has it."""
         return isinstance(self.head, Head)
 
     def layers(self) -> list[nn.Module]:
@@ -255,7 +258,9 @@ class Decoder(nn.Module):
 
     @property
     def language_model(self) -> nn.Module:
-        """The backbone, or its part beside a vision tower. Names in transformers' plans begin at this module."""
+        """The language model: the backbone or, if there is also a vision tower, a part of the backbone. Names in
+        transformers' plans for parallelism are relative to this module.
+        """
         decoder = self.pretrained.get_decoder()
         return decoder if any(module is decoder for module in self.backbone.modules()) else self.backbone
 
@@ -280,13 +285,13 @@ class Decoder(nn.Module):
         return self.head.linear.weight
 
     def output_head(self) -> OutputHead:
-        """Return the head's tensors outside a forward pass; only for an unsharded model."""
+        """Return the head's tensors, for use outside a forward pass. Only for an unsharded model."""
         assert isinstance(self.head, Head), "the head of this decoder is on another process"
         return self.head.tensors()
 
     def shared_names(self) -> dict[str, str]:
-        """Return, by the names of shared parameters, the other names under which the state dict has them. A tied head
-        shares the embedding's weight. Some families share weights between layers (Zamba 2).
+        """Return, for each further name of a shared parameter, the name under which the state dict has the parameter.
+        A tied head shares the embedding's weight. Some families share weights between layers (Zamba 2).
         """
         first: dict[int, str] = {}
         named = self.named_parameters(remove_duplicate=False)
@@ -294,9 +299,9 @@ class Decoder(nn.Module):
         return {name: other for name, other in names.items() if name != other}
 
     def share(self, names: Mapping[str, str]) -> None:
-        """Share parameters again after loading has separated them.
+        """Share parameters again that loading has separated.
 
-        names: an earlier result of `shared_names`
+        names: the result of `shared_names` before the parameters were separated.
         """
         for name, other in names.items():
             module, _, leaf = name.rpartition(".")
@@ -304,7 +309,7 @@ class Decoder(nn.Module):
 
     @contextmanager
     def _in_rows(self, rows: UnpackedRows | JoinedRow | None) -> Iterator[None]:
-        """Within the block, hooks of the layers see the documents in these rows."""
+        """Within the block, tell the hooks of the layers that the backbone runs these rows."""
         self.rows = rows
         for loss in self.layer_losses.values():
             loss.current = loss.current._replace(rows=rows)
@@ -316,8 +321,10 @@ class Decoder(nn.Module):
                 loss.current = loss.current._replace(rows=None)
 
     def keep_part(self, *, first: bool, last: bool) -> None:
-        """Remove the head and the MTP layers, unless this is the last pipeline stage. Embedding and head stay tied
-        only on a stage that has both. A last stage with MTP layers has both, because it has a copy of the embedding.
+        """Keep a pipeline stage's part: remove the head and the MTP layers from a stage that is not the last one.
+
+        Embedding and head stay tied only on a stage that has the embedding and the head. A last stage with MTP layers
+        has them, because it has a copy of the embedding.
         """
         if not last:
             self.head, self.mtp = PassThrough(), None
@@ -325,27 +332,27 @@ class Decoder(nn.Module):
         self.tied = self.tied and last and (first or self.mtp is not None)
 
     def add_layer_loss(self, loss: LayerLossModule) -> None:
-        """Add a loss inside the layers. Its weights become parameters of this module."""
+        """Add a loss that hooks compute inside the layers. Its weights become parameters of this module."""
         self.add_module(loss.name, loss)
         self.layer_losses[loss.name] = loss
 
     def layer_loss(self, kind: type[Kind]) -> Kind:
-        """Return the loss of this kind. Raises ValueError if none has been added."""
+        """Return the layer loss of this class. Raises ValueError if `add_layer_loss` has not added one."""
         loss = self.layer_losses.get(kind.name)
         if not isinstance(loss, kind):
-            raise ValueError(f"a decoder without a {kind.__name__}: expected Decoder.add_layer_loss before")
+            raise ValueError(f"the decoder has no {kind.__name__}: expected a call of Decoder.add_layer_loss before")
         return loss
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute each layer in backward instead of keeping its activations. The head is not recomputed."""
         model: Any = self.pretrained
-        later = "activation_checkpointing_enable"  # its name in later versions of transformers
+        later = "activation_checkpointing_enable"  # the method's name in later versions of transformers
         enable = getattr(model, later, None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False, "context_fn": partial(checkpoint_contexts, self.layer_losses)})
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the configuration and the weights as safetensors for transformers. Tied weights are written once. MTP
-        layers are numbered after the model's own layers, as in released checkpoints.
+        """Write the configuration and the weights (safetensors) in transformers' format. Tied weights are written
+        once. The numbers of MTP layers follow those of the model's own layers, as in released checkpoints.
         """
         model = self.pretrained
         tensors = None if self.mtp is None else model.state_dict() | self.mtp.checkpoint_tensors(model)

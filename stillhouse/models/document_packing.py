@@ -2,15 +2,16 @@
 
     packed    several documents in a row; the model separates them where position ids restart
     masked    like packed, with the attention masks that transformers builds for packed sequences
-    lengths   like packed, with the documents' lengths for the kernels of layers that mix tokens without attention
+    lengths   like packed, with the documents' lengths for the kernels of layers that mix tokens without attention;
+              cu_seqlens is the same way with one more name for the lengths
     rows      one document per right-padded row (`UnpackedRows`)
 
-transformers separates packed documents only without a cache and an attention mask. Some families build their masks
-without position ids. Some layers mix tokens without attention (state-space layers, convolutions); their kernels, if
-installed, separate documents by lengths. `load_proof` proves that a way is exact.
+transformers separates packed documents only if it gets neither a cache nor an attention mask. Some families ignore
+position ids when they build their masks. Some layers mix tokens without attention (state-space layers, convolutions);
+their kernels, if installed, separate documents by lengths. `load_proof.py` proves that a way is exact.
 
-B rows, S columns of a micro-batch, T = B·S, D width; N documents, M = N + 1 borders of documents; F documents that
-are not only padding, L columns of their rows (at least the length of the longest document).
+B rows, S columns of a micro-batch, T = B·S, D width; N documents, M = N + 1 borders of documents; F documents with at
+least one token that is not padding, L columns of their rows (at least the length of the longest document).
 """
 
 import inspect
@@ -34,20 +35,20 @@ from stillhouse.models.model_checks import ProofError, typename
 from stillhouse.models.varlen import VARLEN_LENGTHS, Activations, PackedAttention
 from stillhouse.models.vision_language import AXES, model_positions, padded_with_text, placeholder_mask
 
-#: the number of columns is a multiple of this, for fewer shapes, and for matrix products of aligned sizes on a GPU
+#: rows are padded to a multiple of this number of columns, so that shapes repeat and GPUs multiply aligned sizes
 COLUMNS = 8
 PACKED, MASKED, ROWS = "packed", "masked", "rows"
 LENGTHS, CU_SEQLENS = "lengths", "cu_seqlens"
 AUTO = "auto"
-#: way → the names of the lengths that a backbone gets. DeltaNet layers rename cu_seq_lens_q to fla's cu_seqlens, and
-#: refuse another cu_seqlens. Kimi's layers pass all lengths on without renaming
+#: for each way, the names of the lengths that a backbone gets. DeltaNet layers rename cu_seq_lens_q to cu_seqlens
+#: (the name in fla) and refuse a second cu_seqlens. Kimi's layers do not rename lengths, so they need cu_seqlens
 _LENGTH_NAMES = {LENGTHS: (_LENGTHS := (*VARLEN_LENGTHS, "seq_idx")), CU_SEQLENS: (*_LENGTHS, "cu_seqlens")}
-#: module → package, for packages with kernels of layers that mix tokens without attention
+#: the modules with kernels for layers that mix tokens without attention, and the packages to install for them
 KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 _IN_ONE_ROW = (PACKED, MASKED, *_LENGTH_NAMES)
-#: value of `data.packing` → the ways in the order in which they are tried, from the cheapest to the most expensive
+#: for each value of `data.packing`, the ways in the order in which they are tried, the cheapest way first
 PACKINGS_OF = {AUTO: (*_IN_ONE_ROW, ROWS), PACKED: _IN_ONE_ROW, ROWS: (ROWS,)}
-_ADVICE = "expected another attention, such as sdpa or eager, or documents in rows of their own (data.packing: rows)"
+_ADVICE = "expected another attention, such as sdpa or eager, or one document per row (data.packing: rows)"
 _ADVICE_WITHOUT_ROWS = "expected another attention, such as sdpa or eager, or context=1"
 _IN_WORDS = {PACKED: "packed", MASKED: "packed, with masks from transformers", ROWS: "one per row"}
 _IN_WORDS |= dict.fromkeys(_LENGTH_NAMES, "packed, with their lengths for the layers' kernels")
@@ -55,13 +56,13 @@ _IN_WORDS |= dict.fromkeys(_LENGTH_NAMES, "packed, with their lengths for the la
 
 @dataclass(frozen=True, eq=False)
 class UnpackedRows:
-    """The places of a micro-batch's documents in rows of one document, or in one row of all documents (N = 1).
+    """Places a micro-batch's documents in rows of one document each, or all documents in one row (N = 1).
 
-    Padding follows a document's last token. So a causal model needs no mask, and positions start at 0.
+    Padding follows a document's last token, so a causal model needs no mask.
 
-    index_NL: the place of each row's tokens in the flattened micro-batch. Padding has the place of the document's
-    first token, or of its first token that is not an image's placeholder. place_T: the place of each token in the
-    flattened rows; 0 for documents without a row. shape_BS: the numbers of rows and columns of the micro-batch.
+    index_NL: for each place in the rows, the place of its token in the flattened micro-batch. Padding repeats the
+    document's first token, or its first token that is not an image's placeholder. place_T: the place of each token in
+    the flattened rows; 0 for tokens of documents without a row. shape_BS: the shape of the micro-batch.
     """
 
     index_NL: Tensor
@@ -78,14 +79,15 @@ class UnpackedRows:
         widths: Sequence[int] | None = None,
         is_placeholder_BS: Tensor | None = None,
     ) -> Self:
-        """Return the rows of all documents. A document begins where position ids do not continue.
+        """Return the rows of all documents. A document begins where a position id is not the previous one plus 1.
 
-        is_padding_BS: bool, or None to give every document a row. Documents that are only padding get no row. But if
-            all documents are padding, the first one gets a row, because the backbone must run.
-        lengths: the documents' lengths for this padding; if it is None, they are read, which waits for the device.
+        is_padding_BS: True for padding; None gives every document a row. Documents that are only padding get no row.
+            But if all documents are padding, the first document gets a row, because the backbone must run.
+        lengths: the documents' lengths, computed with `is_padding_BS`. If one of these two arguments is None, the
+            lengths are computed here, which waits for the device.
         multiple: without `widths`, the number of columns is a multiple of this number.
-        widths: for one row of all documents, the number of columns of each; if it is None, each document has a row.
-        is_placeholder_BS: bool, the tokens that cannot be padding.
+        widths: the number of columns of each document in one row of all documents; None gives each document a row.
+        is_placeholder_BS: True for placeholders of images, which padding must not repeat.
         """
         if lengths is None or is_padding_BS is None:
             lengths = DocumentLengths.of(position_ids_BS, is_padding_BS)
@@ -93,7 +95,7 @@ class UnpackedRows:
         document_T = document_starts(position_ids_BS).cumsum(0) - 1
         start_N, length_N = lengths.borders_M[:-1].long(), lengths.borders_M.diff().long()
         filled_F, number_F = lengths.filled_K, torch.arange(len(lengths.filled), device=start_N.device)
-        # for each place, its document and its number in the document; and the first place of each document
+        # for each place in the rows, its document and its column in the document; for each document, its first place
         if widths is None:
             column_L = torch.arange(-(-max(lengths.filled) // multiple) * multiple, device=start_N.device)
             document_NL, column_NL, offset_F = number_F[:, None], column_L[None], number_F * len(column_L)
@@ -106,7 +108,7 @@ class UnpackedRows:
         is_token_NL = column_NL < length_N[filled_NL]
         index_NL = start_N[filled_NL] + torch.where(is_token_NL, column_NL, 0)
         if is_placeholder_BS is not None:
-            assert widths is None, "a row of several documents with images"
+            assert widths is None, "several documents with images in one row"
             first_N = (~is_placeholder_BS.flatten()[index_NL]).int().argmax(1, keepdim=True)
             index_NL = torch.where(is_token_NL, index_NL, index_NL.gather(1, first_N))
         offset_N = torch.full_like(start_N, -1).index_copy_(0, filled_F, offset_F)
@@ -120,12 +122,12 @@ class UnpackedRows:
 
     def unpack(self, values_BS: Tensor) -> Tensor:
         """Return values [B, S, …] of the micro-batch as rows [N, L, …]. Padding repeats a token of the row, because
-        the embedding of a special padding token may have no finite gradient (Gemma 3n).
+        a special padding token may have an embedding whose gradient is not finite (Gemma 3n).
         """
         return values_BS.flatten(0, 1)[self.index_NL]
 
     def pack(self, values_NL: Tensor) -> Tensor:
-        """Return values [N, L, …] of rows as a micro-batch [B, S, …]. Documents without a row get any values."""
+        """Return rows' values [N, L, …] as a micro-batch [B, S, …]. Documents without a row get arbitrary values."""
         return self.pack_tokens(values_NL.flatten(0, 1)).unflatten(0, self.shape_BS)
 
     def pack_tokens(self, values: Tensor) -> Tensor:
@@ -135,7 +137,7 @@ class UnpackedRows:
 
 @dataclass(frozen=True)
 class JoinedRow:
-    """All rows of a micro-batch, joined to one row, for functions that separate documents only in a batch of one row.
+    """Joins all rows of a micro-batch to one row, because some functions separate documents only in a single row.
 
     shape_BS: the shape of the micro-batch.
     """
@@ -158,7 +160,7 @@ class JoinedRow:
 
 
 class PackingError(ProofError):
-    """Documents that are packed in this way influence each other, or their results depend on their places."""
+    """With this way of packing, documents influence each other, or a document's result depends on its place."""
 
 
 class KernelError(PackingError):
@@ -166,18 +168,18 @@ class KernelError(PackingError):
 
 
 class Packing:
-    """The way in which a model's documents are packed: the first one that has not been refused.
+    """Selects the way in which a model's documents are packed: the first way that has not been refused.
 
     setting: "packed", "rows", or "auto" for the cheapest way that is exact.
     activations: see `PackedAttention`.
     name: the way that is used.
-    reason: the reason why an earlier way was refused, if any.
-    attention: the attention functions; each way is first tried with variable-length attention.
+    reason: why an earlier way was refused; None if no way was refused.
+    attention: the attention functions; each way is first tried with variable-length attention, if it is possible.
     is_sharded: whether context parallelism shards the documents.
-    reads_media: whether `prove_images` has proven this way for documents with images.
+    reads_media: whether `prove_images` has proven the present way for documents with images.
 
     Raises PackingError if the model's code shows that no way of this setting is exact. Raises ValueError if the
-    model's configuration names variable-length attention, which cannot be used.
+    model's configuration names variable-length attention and this attention cannot be used.
     """
 
     def __init__(
@@ -196,7 +198,7 @@ class Packing:
             if not self.attention.is_required:
                 self._ways.append((way, False))
         if not self._ways:
-            raise ValueError(f"attention '{VARLEN}' is for packed documents: expected another one, such as sdpa")
+            raise ValueError(f"attention '{VARLEN}' needs packed documents: expected another attention, such as sdpa")
         self._use_next(None)
 
     @property
@@ -220,11 +222,11 @@ class Packing:
 
     @property
     def has_arguments(self) -> bool:
-        """Whether the backbone gets masks or lengths, which it may not accept."""
+        """Whether the backbone gets masks or lengths. Some backbones do not accept them."""
         return self.name == MASKED or bool(self.length_names)
 
     def refuse(self, error: PackingError) -> None:
-        """Use the next way, because this error refuses the present way. Raises PackingError if no way is left."""
+        """Refuse the present way with this error, and use the next way. Raises PackingError if no way is left."""
         name, reads_lengths = self._ways[0]
         self.reads_media = False
         if reads_lengths and (name, False) in self._ways:
@@ -237,12 +239,12 @@ class Packing:
     def shard_documents(self) -> None:
         """Use only ways in which context parallelism can shard documents. Raises ValueError if there is none."""
         if self.name not in (PACKED, MASKED):
-            raise ValueError(f"documents are {self}, and context parallelism shards documents: expected context=1")
+            raise ValueError(f"context parallelism needs packed documents, but they are {self}: expected context=1")
         self._ways = [way for way in self._ways if way[0] in (PACKED, MASKED)]
         self._advice, self.is_sharded = _ADVICE_WITHOUT_ROWS, True
 
     def _use_next(self, error: PackingError | None) -> None:
-        """Use the first way that neither this error nor the model's code refuses."""
+        """Use the first way that neither `error`, for the present way, nor the model's code (`_refusal`) refuses."""
         while error := error or _refusal(self._model, self.name, takes_positions=self.takes_positions):
             if self.reason is None:
                 self.reason = str(error)
@@ -260,7 +262,7 @@ class Packing:
 
 
 def _refusal(model: PreTrainedModel, packing: str, *, takes_positions: bool) -> PackingError | None:
-    """Return the reason in the model's code against a way of packing, or None if there is none."""
+    """Return an error if the model's code shows that a way of packing is not exact, otherwise None."""
     if packing == ROWS:
         return None
     if not takes_positions and packing not in _LENGTH_NAMES:
@@ -275,7 +277,7 @@ def _refusal(model: PreTrainedModel, packing: str, *, takes_positions: bool) -> 
             "it cannot separate documents that share a row"
         )
     if facts.has_alibi:
-        return PackingError(f"{typename(model)} has ALiBi, whose positions are those of the row")
+        return PackingError(f"{typename(model)} has ALiBi, whose positions are the columns of the row")
     if packing == MASKED:
         try:
             with reading(f"{typename(model)} cannot be packed with masks"):
@@ -286,20 +288,20 @@ def _refusal(model: PreTrainedModel, packing: str, *, takes_positions: bool) -> 
             return PackingError(f"transformers builds no attention masks for {typename(model)}")
     if packing in _LENGTH_NAMES and not any(find_spec(module) for module in KERNELS):
         return KernelError(
-            f"none of {name_list(KERNELS.values())} is installed, whose kernels separate documents by their lengths"
+            f"no package with kernels that separate documents by lengths is installed ({name_list(KERNELS.values())})"
         )
     return None
 
 
 def packed_masks(model: PreTrainedModel, position_ids_BS: Tensor) -> Any:
-    """Return the attention masks for documents that are packed in rows, or a dict of masks by the kind of layer."""
+    """Return transformers' attention masks for packed documents: a mask, a dict of masks by layer type, or None."""
     # transformers reads only the shape, dtype and device of the embeddings
     embeddings = torch.empty((), dtype=model.dtype, device=position_ids_BS.device).expand(*position_ids_BS.shape, 1)
     return create_masks_for_generate(model.config, embeddings, None, None, position_ids=position_ids_BS)
 
 
 def packing_errors(model: PreTrainedModel, packing: Packing) -> AbstractContextManager[None]:
-    """Return a context that raises a library's error as a PackingError, if the model gets masks or lengths."""
+    """Return a context that converts a library's error to PackingError if the model gets masks or lengths."""
     if not packing.has_arguments:
         return nullcontext()
     inputs = "masks" if packing.name == MASKED else "lengths"
@@ -309,7 +311,7 @@ def packing_errors(model: PreTrainedModel, packing: Packing) -> AbstractContextM
 
 @contextmanager
 def library_errors(what: str, kind: type[PackingError] = PackingError) -> Iterator[None]:
-    """Raise a library's error in the block as an error of this kind, whose message begins with `what`."""
+    """Convert a library's error in the block to an error of this kind, whose message begins with `what`."""
     try:
         with reading(what, passes=ProofError):
             yield
@@ -330,21 +332,21 @@ def backbone_inputs(
 ) -> tuple[dict[str, Any], UnpackedRows | JoinedRow | None]:
     """Return the arguments of a backbone for inputs without an attention mask, and the rows of its outputs.
 
-    The rows are None if they are the micro-batch's rows.
+    The returned rows are None if the backbone runs the micro-batch's own rows.
 
     inputs: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and other tensors [B, S, …] of the tokens, which are
         placed in rows like the ids. `axis_position_ids` [B, S, A] become a part of the backbone's positions.
     is_padding_BS, lengths, images: see `Decoder.forward`.
 
-    Raises ValueError for other inputs, such as images among `inputs`, and for images if packed documents with images
-    have not been proven to be exact.
+    Raises ValueError if `inputs` contain other tensors, such as images, and for `images` if no proof has shown that
+    packed documents with images are exact.
     """
     images = images or {}
     token_inputs = {key: value for key, value in inputs.items() if value is not None}
     name = "inputs_embeds" if inputs["input_ids"] is None else "input_ids"
     shape_BS = token_inputs[name].shape[:2]
     _require_inputs(model, packing, token_inputs, shape_BS, images)
-    placeholder_BS = placeholder_mask(model, token_inputs)  # later stages of a pipeline need it, without images
+    placeholder_BS = placeholder_mask(model, token_inputs)  # pipeline stages without images also need it
     if name == "input_ids" and placeholder_BS is not None and is_padding_BS is not None:
         token_inputs[name] = padded_with_text(token_inputs[name], placeholder_BS, is_padding_BS)
     layout: UnpackedRows | JoinedRow | None = None
@@ -369,7 +371,7 @@ def backbone_inputs(
         arguments["attention_mask"] = packed_masks(model, laid_out_BS)
     if names := packing.length_names:
         if lengths is None:
-            assert not packing.is_sharded, "a context rank does not know the other columns' lengths"
+            assert not packing.is_sharded, "a context rank cannot compute lengths of documents from its own columns"
             lengths = DocumentLengths.of(laid_out_BS)  # this waits for the device
         arguments |= dict.fromkeys((key for key in names if key.startswith("cu_seq")), lengths.borders_M)
         arguments |= {"max_length_q": lengths.longest, "max_length_k": lengths.longest}
@@ -387,11 +389,11 @@ def _require_inputs(
 ) -> None:
     if images and not packing.reads_media and packing.name != ROWS:
         raise ValueError(
-            f"{typename(model)} got images, and it is not proven that their documents can be "
-            f"{_IN_WORDS[packing.name]}: expected prove_images before, or data.packing: rows"
+            f"{typename(model)} got images, but no proof has shown that documents with images can be "
+            f"{_IN_WORDS[packing.name]}: expected a call of prove_images before, or data.packing: rows"
         )
     if others := [key for key, value in token_inputs.items() if getattr(value, "shape", ())[:2] != shape_BS]:
         raise ValueError(
-            f"{typename(model)} got {name_list(others)} with position_ids: expected tensors of the tokens, "
-            f"{list(shape_BS)}, and those of images in `images`"
+            f"{typename(model)} got {name_list(others)} with position_ids: expected tensors whose shape begins with "
+            f"{list(shape_BS)}, and tensors of images only in `images`"
         )

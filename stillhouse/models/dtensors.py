@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local(tensor: Any) -> Any:
-    """Return this process's shard of a DTensor; any other value unchanged."""
+    """Return this process's shard of a DTensor. Any other value is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -40,7 +40,7 @@ def gathered_tensor(tensor: Tensor, device: torch.device | None = None) -> Tenso
     if not isinstance(moved, DTensor):
         return moved
     placements = list(moved.placements)
-    # gather FSDP's shards of tensor-parallel shards first, because torch would warn about another order
+    # if FSDP has sharded tensor-parallel shards, gather over FSDP's ranks first: torch warns about another order
     for axis in sorted(range(len(placements)), key=lambda axis: (type(placements[axis]) is Shard, -axis)):
         placements[axis] = Replicate()
         moved = moved.redistribute(placements=placements)
@@ -48,5 +48,7 @@ def gathered_tensor(tensor: Tensor, device: torch.device | None = None) -> Tenso
 
 
 def name_seed(seed: int, name: str) -> int:
-    """Return a tensor's seed, from which every process draws the same global tensor under any layout."""
+    """Return the seed for the tensor of this name. It does not depend on the layout, so that every process computes
+    the same random values of the global tensor.
+    """
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8])

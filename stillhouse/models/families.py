@@ -1,4 +1,4 @@
-"""Properties of model families: where a model's parts are, how it computes logits, and its plans for parallelism.
+"""Properties of model families: where a model's parts are, how it computes logits, which parallel plans it has.
 
 They are read from transformers' configurations and modules; no family is recognised by its name. If a new family has
 another name for a setting, a plan, a part, a token or a source of noise, add that name to this file. The names that
@@ -25,7 +25,7 @@ from stillhouse.libraries import reading
 HEAD_NAMES = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "word_embeddings", "tok_embeddings")
 #: the sizes in a configuration that the context degree must divide
 HEADS = ("num_attention_heads", "num_key_value_heads")
-#: the sizes that the tensor degree must divide
+#: the sizes in a configuration that the tensor degree must divide
 MATRIX_SIZES = (*HEADS, "intermediate_size")
 #: layer types whose attention windows begin at fixed columns of a row, not where a document begins
 _WINDOWS = {"chunked_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
@@ -41,7 +41,8 @@ _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 ROUTERS = {"gate", "gating", "router", "shared_expert_gate"}
 #: the names of attributes with a probability of dropout, or with the size of a router's noise
 NOISE = re.compile(r"\w*drop\w*|\w*jitter_noise")
-#: the attribute of a router that samples experts in train mode. The router also needs this size in eval mode
+#: the attribute with the noise of a router that samples experts in train mode. The router reads this attribute in
+#: eval mode, too, so the noise is removed by eval mode, not by setting the attribute to 0
 SAMPLING = "router_jitter_noise"
 
 
@@ -51,16 +52,19 @@ def text_config(config: PreTrainedConfig) -> Any:
 
 
 class ModelFacts:
-    """Facts about a model's layers, positions, experts, MTP layers and plans that its configuration has.
+    """Facts about a model's layers, positions, experts, MTP layers and parallel plans, read from its configuration.
 
-    text: the language model's part of the configuration. max_positions: None if the configuration does not have it.
-    row_windows: the layer types whose attention depends on a token's column in its row.
+    text: the language model's part of the configuration.
+    max_positions: max_position_embeddings, or None if the configuration does not have this key.
+    row_windows: the layer types and settings by which attention depends on a token's column in its row.
     layers_with_state: the layer types that mix tokens without attention, by a state or a convolution.
     experts_per_token: the number of experts that each token chooses in a layer; 1 for a model without experts.
-    declares_mtp: whether transformers has MTP layers for the family. declared_depths: the number of MTP layers.
-    caps_scores: whether attention scores have a softcap. drops_scores: whether attention has dropout.
+    declares_mtp: whether the family's configuration class has a key for MTP layers.
+    declared_depths: the number of MTP layers in this configuration.
+    caps_scores: whether attention scores have a softcap; False if layers differ (`is_heterogeneous`).
+    drops_scores: whether attention has dropout; False if layers differ.
     mixes_tokens_by_score: whether attention selects tokens by scores over a whole sequence.
-    mixes_columns: whether activations are selected by their mean over a matrix's columns.
+    mixes_columns: whether an MLP selects activations by their mean and deviation over its width (Gemma 3n).
     """
 
     def __init__(self, config: PreTrainedConfig):
@@ -77,7 +81,7 @@ class ModelFacts:
         self.mixes_tokens_by_score = getattr(text, "index_topk", None) is not None
         self.mixes_columns = any(getattr(text, "activation_sparsity_pattern", None) or ())
         self.has_alibi = bool(getattr(config, "alibi", None))
-        # if layers differ, their sizes cannot be read from the configuration as a whole
+        # the top level of the configuration has no sizes if layers differ
         self.is_heterogeneous = bool(getattr(text, "is_heterogeneous", False))
         self.caps_scores = not self.is_heterogeneous and bool(getattr(text, "attn_logit_softcapping", None))
         self.drops_scores = not self.is_heterogeneous and bool(getattr(text, "attention_dropout", 0.0))
@@ -92,7 +96,7 @@ class ModelFacts:
 
     @property
     def length_limits(self) -> list[tuple[str, int]]:
-        """(type, length) of rotary positions that change for a whole forward pass if a document is longer."""
+        """(rotary type, limit) for each type whose angles change if a document in a forward exceeds the limit."""
         rotary = getattr(self.text, "rope_parameters", None) or {}
         # one dict for all layers, or one dict per kind of layer
         parts = [values for values in rotary.values() if isinstance(values, dict)] or [rotary]
@@ -102,13 +106,15 @@ class ModelFacts:
 
     @property
     def mtp_prefixes(self) -> list[str]:
-        """For each depth, the prefix of its layer's names in a checkpoint with this configuration."""
+        """The prefixes of the names of MTP layers in a checkpoint with this configuration, one for each depth."""
         layers = self.text.num_hidden_layers
         return [f"model.layers.{layers + depth}." for depth in range(self.declared_depths)]
 
     @property
     def shared_states(self) -> dict[int, int] | None:
-        """For each layer that reads the keys and values of an earlier layer, the earlier layer. None if unknown."""
+        """A dict that maps the number of each layer that reads an earlier layer's keys and values to the earlier
+        layer's number. None if the configuration does not show which layers read them.
+        """
         modes = getattr(self.text, "kv_sharing_modes", None)
         if modes is None or any(mode not in (None, "store", "reuse") for mode in modes):
             return None
@@ -122,17 +128,17 @@ class ModelFacts:
         return states
 
     def parallel_plan(self, kind: str) -> dict[str, Any]:
-        """Return transformers' plan "tp", "ep" or "pp" by generic names (`plan_name`), empty if there is no plan."""
+        """Return transformers' plan "tp", "ep" or "pp": a dict by module names (`plan_name`), {} without a plan."""
         return getattr(self.text, f"base_model_{kind}_plan", None) or {}
 
     def sizes(self, name: str) -> Any:
-        """Return a size of the model, or a list of sizes if layers can differ, or None if there is no such size."""
+        """Return the value of a size's key in the configuration, or None. It is a list by layer if layers differ."""
         if not self.is_heterogeneous:
             return getattr(self.text, name, None)
         return [getattr(layer, name, None) for layer in self.text.per_layer_config]
 
     def indivisible_size(self, names: Sequence[str], ranks: int) -> tuple[str, Any] | None:
-        """Return (name, value) of the first size that `ranks` does not divide, or None. The value may be a list."""
+        """Return (key, value) of the first size that is no multiple of `ranks`, or None. For values, see `sizes`."""
         for name in names:
             size = self.sizes(name)
             if any(count is not None and count % ranks for count in (size if isinstance(size, list) else [size])):
@@ -142,7 +148,8 @@ class ModelFacts:
 
 def backbone_name(model: PreTrainedModel) -> str | None:
     """Return the name of the module that computes the head's input, or None if there is no such module. Usually, this
-    is `base_model_prefix`. In Llama 4, it is the module beside the head that has the embedding.
+    name is `base_model_prefix`. In Llama 4, the module is the one that has the embedding and the same parent as the
+    head.
     """
     if model.base_model is not model:
         return model.base_model_prefix
@@ -155,7 +162,7 @@ def backbone_name(model: PreTrainedModel) -> str | None:
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """Return the layers of the language model, which may be a part of a larger model, or None if they are not found.
+    """Return the list of the language model's layers. None if no list, or several lists, have the configured length.
     A pipeline stage has modules without parameters in place of the layers of other stages.
     """
     count = text_config(model.config).num_hidden_layers
@@ -164,7 +171,7 @@ def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 def outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
-    """Yield the outermost lists of modules, such as the layers of the language model and those of a vision tower."""
+    """Yield a module's outermost lists of modules, such as the layers of a language model and of a vision tower."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield child
@@ -181,7 +188,7 @@ def eos_ids(tokenizer: PreTrainedTokenizerBase, decoder: Any) -> tuple[int, ...]
 
 
 def read_end_ids(name_or_path: str, revision: str | None = None, *, trust_remote_code: bool = False) -> list[int]:
-    """Return the end-of-sequence ids of a model's generation_config.json, or else of its configuration."""
+    """Return the end-of-sequence ids in a model's generation_config.json or, without this file, in config.json."""
     with reading(f"model '{escaped(name_or_path)}': its configuration cannot be read"):
         try:
             config = GenerationConfig.from_pretrained(name_or_path, revision=revision or "main")
@@ -195,8 +202,8 @@ def read_end_ids(name_or_path: str, revision: str | None = None, *, trust_remote
 def add_end_ids(decoder: Any, ids: Collection[int]) -> None:
     """Add end-of-sequence ids to the model's generation_config, which is saved with the model.
 
-    The ids are added to a saved file, which is read again. Otherwise, transformers might refuse to save the
-    configuration: it saves an inconsistent one (a temperature without sampling) only if it is unchanged.
+    The ids are written into a temporary file, from which the generation_config is read again. transformers saves an
+    inconsistent generation_config (a temperature without sampling) only if it has not changed since it was read.
     """
     model = decoder.pretrained
     before = _end_ids(model.generation_config)
@@ -226,8 +233,8 @@ class LogitRule:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig) -> "LogitRule":
-        """Read the rule from the names in transformers' configurations, in their usual meaning. A name's meaning may
-        differ (`logits_scaling` divides in Granite, multiplies in HyperCLOVA X), so `verify` checks the logits.
+        """Read the rule from a configuration, with the usual meaning of each key. Some families use a key differently
+        (`logits_scaling` divides in Granite and multiplies in HyperCLOVA X), so `prove_logits` checks the rule.
         """
         text = text_config(config)
         scale = 1.0
@@ -241,7 +248,7 @@ class LogitRule:
 
 
 def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
-    """Return the router classes for which transformers has an auxiliary loss, if their first output is the logits."""
+    """Return the model's router classes that have an auxiliary loss in transformers and return logits first."""
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     if not isinstance(recorded, OutputRecorder) or recorded.index:
         return ()
@@ -249,18 +256,18 @@ def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
 
 
 def placeholder_ids(model: PreTrainedModel) -> list[int]:
-    """Return the ids of the tokens that stand for features of images, videos and audio."""
+    """Return the ids of the placeholder tokens for features of images, videos and audio."""
     numbers = (getattr(model.config, name, None) for name in _PLACEHOLDERS)
     return [number for number in numbers if number is not None]
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether the module or tensor with this name is a stack of experts, or a part of such a stack."""
+    """Return whether the module or tensor with this name is a stack of experts, or a part of a stack."""
     return "experts" in name.split(".")
 
 
 def declare_mtp(config: PreTrainedConfig, depths: int) -> None:
-    """Write the number of MTP layers into a configuration, and their types for families without MTP layers."""
+    """Write the number of MTP layers into a configuration; for families that declare none, also their layer types."""
     text = text_config(config)
     text.num_mtp_layers = depths
     if not ModelFacts(config).declares_mtp:

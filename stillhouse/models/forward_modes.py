@@ -1,4 +1,4 @@
-"""How a model is run: in train or eval mode, with or without noise, and in which dtype."""
+"""Settings for running a model: train or eval mode, removal of noise, and the dtype of the computation."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from stillhouse.models.families import NOISE, SAMPLING, text_config
 
-#: the name of variable-length attention (see `varlen.py`). Context parallelism adds a prefix and a suffix to it
+#: the name of variable-length attention (see `varlen.py`). Context parallelism adds a prefix and a suffix to the name
 VARLEN = "varlen"
 
 
@@ -35,13 +35,13 @@ def evaluating(*modules: nn.Module) -> AbstractContextManager[None]:
 
 
 def noise_of(model: nn.Module) -> list[str]:
-    """Return the names of dropout and of routers' noise in the modules that are in train mode."""
+    """Return the names of dropout modules and of attributes with noise that are not 0, in modules in train mode."""
     return sorted({path.removesuffix(".default").rpartition(".")[2] for path, _, _ in _noise(model)})
 
 
 def remove_noise(model: nn.Module) -> list[str]:
-    """Set the noise of a model in train mode to 0, and return the names of the noise. The configuration keeps its
-    values. `require_no_noise` finds noise whose size is not an attribute of a module.
+    """Remove the noise of a model in train mode, and return its names (see `noise_of`). The configuration does not
+    change. `require_no_noise` finds noise whose size is not an attribute of a module.
     """
     names = noise_of(model)
     for _, module, attribute in list(_noise(model)):
@@ -53,7 +53,7 @@ def remove_noise(model: nn.Module) -> list[str]:
 
 
 def _noise(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """For each size of noise that is not 0, yield a name, the module and the attribute with the size."""
+    """Yield the name, the module and the attribute of each probability or size of noise that is not 0."""
     for name, module in model.named_modules():
         for attribute, value in vars(module).items() if module.training else ():
             is_dropout = isinstance(module, _DropoutNd) and attribute == "p"
@@ -70,23 +70,25 @@ def uses_flash_attention(model: PreTrainedModel) -> bool:
 
 
 def autocast_dtype(model: PreTrainedModel) -> torch.dtype | None:
-    """Return bfloat16 for float32 weights with flash or variable-length attention, which needs 16 bits; else None."""
+    """Return the dtype for `autocast`: bfloat16 if the attention function needs 16 bits (flash or variable-length
+    attention) and the weights are in float32, otherwise None.
+    """
     needs_16_bits = uses_flash_attention(model) or VARLEN in attention_name(model)
     return torch.bfloat16 if needs_16_bits and model.dtype == torch.float32 else None
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
-    """Return a context in which matrix products are computed in `dtype`, or with None in the dtype of the weights."""
+    """Return a context in which matrix products are computed in `dtype`; None leaves them in the weights' dtype."""
     # autocast's cache would keep bfloat16 copies of all weights, including gathered ones, until the end of a forward
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
 
 
 def _grouped_mm_under_autocast(left: Tensor, right: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """Torch's grouped product under autocast on a GPU. Transformers computes experts by this product.
+    """Return torch's grouped matrix product, with which transformers computes experts, under autocast on a GPU.
 
-    Autocast does not convert its inputs. For float32 there is no kernel on a GPU: torch would wait for the device to
-    read where groups end, and launch a product for each group. The kernel for 16 bits needs widths that are multiples
-    of 8.
+    torch's autocast does not convert the inputs of this product, and GPUs have no kernel for it in float32: torch
+    would wait for the device to read where groups end, and launch a product for each group. The kernel for 16 bits
+    needs widths that are multiples of 8.
     """
     if left.shape[-1] % 8 == 0 and right.shape[-1] % 8 == 0:
         dtype = torch.get_autocast_dtype("cuda")
@@ -96,8 +98,8 @@ def _grouped_mm_under_autocast(left: Tensor, right: Tensor, *arguments: Any, **o
     return product
 
 
-#: keeps the registration
+#: torch removes the registered function when this object is deleted
 _LIBRARY = torch.library.Library("aten", "IMPL")
-# a later version of torch may already have such a function
+# a later version of torch may already register a function for autocast
 if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "AutocastCUDA"):
     _LIBRARY.impl("_grouped_mm", _grouped_mm_under_autocast, "AutocastCUDA")

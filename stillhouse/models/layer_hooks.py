@@ -1,7 +1,7 @@
-"""Hooks on a decoder's layers: access by number, recordings of outputs, and losses inside the layers.
+"""Finds a decoder's layers by number, records their outputs, and computes losses inside them, by hooks.
 
-A hook of a `LayerLossModule` adds the loss of the current micro-batch to the autograd graph, so that no pipeline
-stage has to send a loss to the next stage. This also works if backward recomputes the layer.
+A hook of a `LayerLossModule` adds the loss of the current micro-batch to the autograd graph of the layer's output, so
+that no pipeline stage has to send a loss to the next stage. This also works if backward recomputes the layer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from stillhouse.models.families import layer_list, text_config
 
 
 class Current(NamedTuple):
-    """The inputs of a loss's hooks."""
+    """The state that the hooks of a `LayerLossModule` read."""
 
     value: Any  # the loss of the current micro-batch; if it is None, the hooks do nothing
     recomputing: bool  # whether backward is recomputing a layer whose hooks have already recorded their results
@@ -31,10 +31,10 @@ class Current(NamedTuple):
 class LayerLossModule(nn.Module):
     """A loss inside a decoder's layers: its weights, if any, and its hooks, which read `current`.
 
-    name: the module's name in the decoder and in checkpoints. layer_pairs: the numbers of a student's layer and a
-    teacher's layer that must be on the same stage. A hook must call the submodules whose weights it needs, because
-    FSDP gathers weights only when their module is called. `current` is a plain attribute, not a context variable,
-    because backward on a GPU recomputes layers in another thread.
+    name: the module's name in the decoder and in checkpoints. layer_pairs: (number of a student's layer, number of a
+    teacher's layer) for layers that must be on the same stage. A hook must call the submodules whose weights it
+    needs, because FSDP gathers weights only when their module is called. `current` is a plain attribute, not a
+    context variable, because backward on a GPU recomputes layers in another thread.
     """
 
     name: ClassVar[str]
@@ -45,29 +45,31 @@ class LayerLossModule(nn.Module):
         self.current = Current(None, recomputing=False)
 
     def using(self, value: Any) -> AbstractContextManager[None]:
-        """Return a context in which the hooks read this value."""
+        """Return a context in which the hooks read `value` as the loss of the current micro-batch."""
         return _Using([(self, Current(value, recomputing=False))])
 
     def initialize(self, seed: int) -> None:
         """Initialize the weights on this process. The values must not depend on the layout."""
 
     def keep(self, layers: range) -> None:
-        """Remove the weights that only layers of other stages need."""
+        """Remove the weights that this stage does not need. layers: the numbers of this stage's layers."""
 
 
 def checkpoint_contexts(
     losses: Mapping[str, LayerLossModule],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts in which a layer's forward runs and is recomputed. This is torch's `context_fn`, which is
-    called when the forward begins. Other micro-batches may run before backward recomputes the layer, so the second
-    context restores the values that the hooks had at the call.
+    """Return two contexts, for a layer's forward and for its recomputation in backward.
+
+    This function is the `context_fn` of torch's activation checkpointing, which calls it when the forward begins.
+    Other micro-batches may run before the recomputation, so the second context restores the values that `current` had
+    when the forward began.
     """
     return nullcontext(), _Using([(loss, loss.current._replace(recomputing=True)) for loss in losses.values()])
 
 
 class _Using(AbstractContextManager[None]):
     """A context that sets `current` of some losses. It can be entered several times, because torch recomputes a layer
-    for each backward pass through the layer, and zero-bubble schedules run two backward passes.
+    for each backward pass through the layer, and zero-bubble schedules run two of these passes.
     """
 
     def __init__(self, values: Sequence[tuple[LayerLossModule, Current]]):
@@ -89,7 +91,7 @@ def hidden_of(output: Any) -> Tensor:
 
 
 def with_loss(output: Any, loss: Tensor) -> Any:
-    """Return a layer's output with unchanged values, and with a loss in its autograd graph."""
+    """Return a layer's output with unchanged values. Backward through it gives `loss` a gradient of 1."""
     hidden_BSD = _AddLoss.apply(hidden_of(output), loss)
     return (hidden_BSD, *output[1:]) if isinstance(output, tuple) else hidden_BSD
 
@@ -119,21 +121,21 @@ def hooked(*hooks: RemovableHandle) -> Iterator[None]:
 
 
 def numbered_layers(decoder: Any) -> nn.ModuleList:
-    """Return all layers of a `Decoder`, where placeholders stand for the layers of other pipeline stages. Raises
-    ValueError for a model whose layers are not in one list.
+    """Return all layers of a `Decoder`, with placeholders for the layers of other pipeline stages. Raises ValueError
+    for a model whose layers are not in one list.
     """
     layers = layer_list(decoder.pretrained)
     if layers is None:
         count = text_config(decoder.config).num_hidden_layers
         raise ValueError(
-            f"model type '{decoder.config.model_type}' has not exactly one list of {count} layers: expected one, so "
-            "that layers are found by their numbers"
+            f"model type '{decoder.config.model_type}' does not have exactly one list of {count} layers: expected "
+            "one list, in which layers can be found by their numbers"
         )
     return layers
 
 
 def recorded(decoder: Any, numbers: Iterable[int], into: dict[int, Tensor]) -> AbstractContextManager[None]:
-    """Return a context in which a forward of the decoder writes these layers' outputs [B, S, D] into a dict."""
+    """Return a context in which a forward writes the outputs [B, S, D] of layers with these numbers into a dict."""
 
     def record(number: int, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         hidden = hidden_of(output)

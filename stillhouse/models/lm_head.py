@@ -1,7 +1,7 @@
 """The output head of a decoder, and the interface through which objectives get hidden states: the output processor.
 
-`Head` calls the processor inside its forward. FSDP2 gathers a module's weight for the module's forward. So the head's
-weight is gathered once, and the processor can use the full weight several times.
+`Head` calls the processor inside its forward, because FSDP2 gathers a module's weight for the time of the module's
+forward. So the head's weight is gathered once, and the processor can use the full weight several times.
 
 B rows, S tokens per row, D width, V vocabulary.
 """
@@ -21,12 +21,12 @@ _TIED_KEY = "tie_word_embeddings"
 
 
 class OutputProcessor(Protocol):
-    """Computes a result from hidden states and head, in place of logits; the decoder returns this result.
+    """Computes a result from hidden states and head. The decoder returns this result instead of logits.
 
-    `hidden_states` is [B, S, D] after the final norm. With multi-token prediction (a forward with `mtp_input_ids`) it
-    is a tuple with the hidden states of each depth. `context` is the argument `context` of the decoder's forward.
-    `depth` is 0 for the next token and k for the k-th token after it (multi-token prediction). The head's weight is
-    valid during the call; a result that refers to the weight keeps the weight's memory allocated.
+    `hidden_states` has the shape [B, S, D], after the final norm. In a forward with `mtp_input_ids` (multi-token
+    prediction), `hidden_states` is a tuple with such a tensor for each depth. `context` is the argument `context` of
+    the decoder's forward. `depth` is 0 for the next token and k for the k-th token after the next one. The head's
+    weight is valid during the call; a result that refers to the weight keeps the weight's memory allocated.
     """
 
     def __call__(self, *, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any: ...
@@ -39,22 +39,22 @@ def require_callable(processor: OutputProcessor) -> None:
 
 
 class Head(nn.Module):
-    """The projection onto the vocabulary, as a module that runs a processor."""
+    """The projection onto the vocabulary. Its forward calls an output processor."""
 
     def __init__(self, linear: nn.Linear, rule: LogitRule):
         super().__init__()
         self.linear, self.rule = linear, rule
-        self.shard: VocabShard | None = None  # the rows on this process, if the weight is sharded over processes
+        self.shard: VocabShard | None = None  # this process's vocabulary rows, if the weight is sharded
 
     def tensors(self) -> OutputHead:
-        """Return the `OutputHead` for the objective. It shares weight and bias, so that gradients reach them."""
+        """Return the `OutputHead` for the objective. Gradients reach the layer's weight and bias, which it has."""
         weight_VD, bias = local(self.linear.weight), local(self.linear.bias)
         return OutputHead(weight_VD, bias, scale=self.rule.scale, softcap=self.rule.softcap, shard=self.shard)
 
     def forward(
         self, hidden_BSD: Tensor, processor: OutputProcessor | None = None, context: Any = None, depth: int = 0
     ) -> Any:
-        """Return logits [B, S, V] without a processor, else the processor's result."""
+        """Return the processor's result, or logits [B, S, V] without a processor."""
         head = self.tensors()
         if processor is None:
             return head.logits(hidden_BSD)
@@ -76,10 +76,11 @@ def input_embedding(model: PreTrainedModel) -> Any:
 
 
 def match_tied_flag(model: PreTrainedModel) -> None:
-    """Set the configuration's key for a tied head to whether the model's head is tied to its embedding.
+    """Set `tie_word_embeddings` in the configuration to True if the head has the embedding's weight, else to False.
 
     transformers does not tie weights that differ in the files, but other readers of the configuration would. Raises
-    ValueError if the same key also shares weights between layers (Zamba 2), because no value describes such a model.
+    ValueError if the key is true and also shares weights between layers (Zamba 2), but some of the weights that it
+    shares differ: then neither True nor False describes the model.
     """
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     is_tied, config = head is embedding, model.config
@@ -89,9 +90,9 @@ def match_tied_flag(model: PreTrainedModel) -> None:
         separate = [name for name, (weight, other) in pairs.items() if weight is not other]
         if separate and any(weight is not head for weight, _ in pairs.values()):
             raise ValueError(
-                f"{typename(model)} has {_TIED_KEY} true, but '{separate[0]}' has other values than the weight with "
-                "which this key shares it. In this family, it also shares weights between layers: expected equal "
-                "values"
+                f"{typename(model)} has {_TIED_KEY} true, but '{separate[0]}' differs from the weight to which this "
+                "key ties it. In this family, the key also ties weights of layers: expected equal values of tied "
+                "weights"
             )
     for part in (config, text_config(config)):
         if getattr(part, _TIED_KEY, is_tied) != is_tied:

@@ -1,4 +1,4 @@
-"""Proves that a model computes what training assumes, by running artificial documents through it.
+"""Proves that a model is causal, separates documents in a row and has the expected logits, on artificial documents.
 
 Each row has two documents. In the two rows of a pair, the documents begin with the same tokens (p and q) and continue
 with different tokens (a and a', b and b'). Two forward passes differ only in the order of the two rows of each pair:
@@ -9,7 +9,7 @@ with different tokens (a and a', b and b'). Two forward passes differ only in th
 If the model is causal, the hidden states of `p` do not change, because only later tokens change. If documents do not
 see each other, the hidden states of `q` do not change either. Both passes have the same shapes, documents and random
 numbers, so a model that separates documents gives the same bits, even in half precision, with dropout and with
-experts. In a small model that does not separate them, the hidden states change by 0.04 % or more. The first two pairs
+experts. In a small model that mixes documents, the hidden states change by 0.04 % or more. The first two pairs
 have different document borders, because an attention function could use the borders of one row for all rows. Row 4
 has a document of row 2 at another place. In the third pair, only the first documents are exchanged. This finds models
 in which all tokens see the first tokens of the row.
@@ -55,8 +55,8 @@ from stillhouse.objective import OutputHead
 _UNCHANGED = 1e-4
 # the largest relative error of the logits, which may differ from the model's own logits only by the head's rounding
 _LOGIT_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# the largest relative change of a document at another place in a row, where every layer rounds differently. The
-# median over tokens is compared, because rounding can change the experts of single tokens
+# the largest relative change of hidden states if a document is at another place in its row, where every layer rounds
+# differently. The median over tokens is compared, because rounding can change the experts of single tokens
 PLACE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 
 _COLUMNS = 26
@@ -68,7 +68,7 @@ _THIRD = slice(5, 7)  # the third pair, whose rows exchange only the first docum
 class ProbeDocuments:
     """The documents of the proof. Rows 0 and 1 are the first pair, rows 2 and 3 the second, rows 5 and 6 the third.
 
-    ids_BS, position_ids_BS: the inputs of pass A. starts_B: the column of each row's second document.
+    ids_BS, position_ids_BS: the inputs of pass A. starts_B: the column in which each row's second document begins.
     """
 
     ids_BS: Tensor
@@ -78,7 +78,7 @@ class ProbeDocuments:
     @classmethod
     def of(cls, vocabulary: int, *, depths: int = 0, multiple: int = 1) -> "ProbeDocuments":
         """Return documents with fixed token ids below `vocabulary`. The number of columns is a multiple of
-        `multiple`. MTP depths need longer documents.
+        `multiple`. The documents are longer for a model with MTP depths.
         """
         columns = -(-(_COLUMNS + 4 * depths) // multiple) * multiple
         early, middle, late = columns * 6 // 16, columns // 2, columns * 9 // 16
@@ -104,8 +104,8 @@ class ProbeDocuments:
         return ids_BS
 
     def beginnings(self, row: int, depth: int = 0) -> tuple[slice, slice]:
-        """Return, for each document of a row, the columns whose hidden states at this depth are equal in both passes:
-        at depth k, a column also depends on the k tokens after it.
+        """Return, for each document of a row, the columns whose hidden states at this depth are equal in passes A and
+        B. At depth k, hidden states also depend on the k tokens after their column, so there are k columns fewer.
         """
         start, columns = self.starts_B[row], self.ids_BS.shape[1]
         return slice(0, start // 2 - depth), slice(start, start + (columns - start) // 2 - depth)
@@ -116,7 +116,7 @@ class Subject(ABC):
 
     probe: ProbeDocuments
     device: torch.device
-    attentions: Sequence[PackedAttention]  # the attention functions of all parts
+    attentions: Sequence[PackedAttention]  # the attention functions of each model
 
     @abstractmethod
     def run(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
@@ -124,9 +124,9 @@ class Subject(ABC):
 
     @torch.no_grad()
     def exchanged(self, *, other_noise: bool = False) -> list[tuple[Tensor, Tensor]]:
-        """Return, for each depth, the hidden states of passes A and B, with the same dropout and noise in both.
+        """Return, for each depth, the hidden states of passes A and B, which have the same dropout and noise.
 
-        other_noise: run pass A twice instead, with two different sequences of random numbers.
+        other_noise: whether to run pass A twice instead, with two different sequences of random numbers.
         """
         second_ids_BS = self.probe.ids_BS if other_noise else self.probe.exchanged_ids_BS
         passes = []
@@ -138,8 +138,8 @@ class Subject(ABC):
 
     @torch.no_grad()
     def whole_rows(self) -> list[tuple[Tensor, Tensor]]:
-        """Return, for each depth, the hidden states of rows of one document, with the attention that reads lengths
-        and with the usual attention. The list is empty if no part uses attention that reads lengths.
+        """Return, for each depth, the hidden states of rows with one document each, computed with variable-length
+        attention and with the usual attention. The list is empty if no model uses variable-length attention.
         """
         if not any(attention.reads_lengths for attention in self.attentions):
             return []
@@ -172,14 +172,16 @@ class _WholeDecoder(Subject):
 
 
 def prove_decoder(decoder: Any) -> None:
-    """Prove that an unsharded `Decoder` separates documents, at depth 0 and all MTP depths, and check its logits.
-    Raises ProofError, naming the cause. Weights, modes and random states do not change.
+    """Prove that an unsharded `Decoder` is causal and separates documents at all depths, and check its logits.
+
+    A way of packing that is not exact is replaced by the next way. Raises ProofError, naming the cause. Weights,
+    modes and random states do not change.
     """
     model, subject = decoder.pretrained, _WholeDecoder(decoder)
     _require_placed(model)
 
     def is_exact(training: bool) -> bool:
-        dtype = autocast_dtype(model)  # if a way of packing was refused, another attention may need another dtype
+        dtype = autocast_dtype(model)  # read it again, because the attention may have changed
         try:
             with in_mode(decoder, model, training=training), autocast(model.device, dtype):
                 with packing_errors(model, decoder.packing):
@@ -192,7 +194,7 @@ def prove_decoder(decoder: Any) -> None:
         return True
 
     while not all(map(is_exact, (False, True))):
-        pass  # the model packs documents in its next way
+        pass  # try the next way of packing
     with evaluating(decoder, model), autocast(model.device, autocast_dtype(model)):
         document_ids_S = subject.probe.ids_BS[0, : subject.probe.starts_B[0]]
         prove_logits(decoder, {"input_ids": document_ids_S[None].to(model.device)})
@@ -203,7 +205,7 @@ def require_runnable(model: PreTrainedModel, name: str) -> None:
     """Raise ValueError if transformers cannot run the model, for example because its configuration is damaged."""
     _require_placed(model)
     ids_BS = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    borders_M = torch.tensor([0, 2], dtype=torch.int32, device=model.device)  # of the only document
+    borders_M = torch.tensor([0, 2], dtype=torch.int32, device=model.device)  # one document
     needs_lengths = attention_name(model) == VARLEN
     lengths = dict(zip(VARLEN_LENGTHS, (borders_M, borders_M, 2, 2), strict=True)) if needs_lengths else {}
     with evaluating(model), autocast(model.device, autocast_dtype(model)), reading(f"{name} cannot be run"):
@@ -211,7 +213,7 @@ def require_runnable(model: PreTrainedModel, name: str) -> None:
 
 
 def relative_errors(value_ND: Tensor, expected_ND: Tensor) -> Tensor:
-    """Return the norm of the difference [N], relative to the norm of the expected values."""
+    """Return each row's norm of the difference, relative to the norm of the expected values, [N]."""
     difference = (value_ND - expected_ND).float().norm(dim=-1)
     return difference / expected_ND.float().norm(dim=-1).clamp_min(1e-30)
 
@@ -219,9 +221,9 @@ def relative_errors(value_ND: Tensor, expected_ND: Tensor) -> Tensor:
 def compare(
     errors_N: Tensor, tolerance: float, message: str, kind: type[ValueError] = ProofError, *, median: bool = False
 ) -> float:
-    """Return the largest error, or the median, or NaN if an error is not finite.
+    """Return the largest error, or the median error with median=True, or NaN if an error is not finite.
 
-    message: contains the error's format, such as {error:.2%}.
+    message: the message of the exception, with a placeholder for the returned value, such as {error:.2%}.
 
     Raises an exception of this kind if the result is NaN or exceeds the tolerance.
     """
@@ -247,8 +249,8 @@ def prove_hidden(
     training: whether the decoder was in train mode, where noise differs between the places in a row.
 
     Raises ProofError for a model that is not causal. Raises PackingError if documents in a row see each other, if a
-    document's place in its row changes its hidden states, or if attention that reads lengths gives other hidden
-    states.
+    document's place in its row changes its hidden states, or if variable-length attention gives other hidden states
+    than the usual attention.
     """
     model, columns, start = decoder.pretrained, probe.ids_BS.shape[1], probe.starts_B[2]
 
@@ -264,8 +266,8 @@ def prove_hidden(
             require_near(
                 first_BSD[2, start:][within],
                 first_BSD[4, within],
-                "of a document change by {error:.2%} when it lies behind another one in its row: the model does not "
-                "number tokens by position_ids, and cannot be packed",
+                "of a document change by {error:.2%} if another document precedes it in its row: the model does not "
+                "number tokens by position_ids, so documents cannot share a row",
             )
     for depth, (hidden_BSD, expected_BSD) in enumerate(whole_rows):
         # at depths > 0, the last columns of a row depend on the next row if the rows are joined to one row
@@ -276,7 +278,7 @@ def prove_hidden(
 
 
 def require_no_noise(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Raise ProofError if hidden states in train mode, as `Subject.exchanged` returns them, differ."""
+    """Raise ProofError if noise changes hidden states. depths: `exchanged(other_noise=True)` in train mode."""
     model = decoder.pretrained
     values = sorted(text_config(model.config).to_dict().items())
     keys = [key for key, value in values if NOISE.fullmatch(key) and isinstance(value, float) and value > 0]
@@ -285,9 +287,9 @@ def require_no_noise(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]]) -> N
         compare(
             relative_errors(*hidden),
             _UNCHANGED,
-            f"{typename(model)} has noise in train mode that is not removed for this loss, whose ratios compare with "
-            "probabilities of completions without noise (its hidden states change by {error:.2%} with the random "
-            f"numbers): expected 0.0 for {noise} in its config.json",
+            f"{typename(model)} has noise in train mode that could not be removed (its hidden states change by "
+            "{error:.2%} with other random numbers), but this loss compares its probabilities with those of sampled "
+            f"completions, which have no noise: expected 0.0 for {noise} in its config.json",
         )
 
 
@@ -304,12 +306,12 @@ def _prove_separation(
     before = [(0, beginnings[0][1][0])]
     behind = [*((row, part) for row, parts in beginnings for part in parts), *thirds]
     not_causal = (
-        f"{typename(model)} is not causal: its tokens attend to later tokens (their hidden states change by "
-        "{error:.2%} with them)"
+        f"{typename(model)} is not causal: its tokens attend to later tokens (hidden states change by {{error:.2%}} "
+        "if only later tokens change)"
     )
     not_separate = (
         f"{typename(model)} with attention '{model.config._attn_implementation}'{layers} lets documents that share a "
-        "row see each other (hidden states change by {error:.2%} with the document before)"
+        "row see each other (hidden states change by {error:.2%} if only another document changes)"
     )
     for places, message, kind in ((before, not_causal, ProofError), (behind, not_separate, PackingError)):
         errors = [relative_errors(second_BSD[place], first_BSD[place]) for place in places]
@@ -351,9 +353,9 @@ def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
         return  # if values of another rank are not finite, that rank raises an error
     if not plain_error <= tolerance:
         raise ProofError(
-            f"{typename(model)}: its logits differ by up to {error:.2g} (the largest is {scale:.2g}) from "
-            f"softcap(scale · (hidden Wᵀ + bias)) with scale {head.rule.scale:g} and softcap {head.rule.softcap}, as "
-            "its configuration says. The model computes something else after its last hidden states"
+            f"{typename(model)}: its logits differ by up to {error:.2g} (the largest logit is {scale:.2g}) from "
+            f"softcap(scale · (hidden Wᵀ + bias)) with scale {head.rule.scale:g} and softcap {head.rule.softcap} of "
+            "its configuration: expected a model whose logits are computed by this formula"
         )
     head.rule = LogitRule()
 

@@ -16,7 +16,7 @@ from stillhouse.models.quantized import is_quantized
 
 
 class NotFiniteError(ValueError):
-    """A value that a model computes is NaN or infinite. norm: the global norm if the value is the gradient."""
+    """A value that a model computes is NaN or infinite. norm: for the gradient, its global norm; otherwise NaN."""
 
     def __init__(self, message: str, norm: float = math.nan):
         super().__init__(message)
@@ -32,7 +32,7 @@ def require_decoder(model: Any) -> nn.Linear:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"{type(model).__name__} is not a transformers model: expected a PreTrainedModel "
-            "(of a peft model, merge_and_unload(), or the model itself after its own add_adapter)"
+            "(instead of a peft model, pass the result of its merge_and_unload(), or use the model's add_adapter)"
         )
     what = typename(model)
     if model.config.is_encoder_decoder:
@@ -45,14 +45,14 @@ def require_decoder(model: Any) -> nn.Linear:
         )
     if backbone_name(model) is None:
         raise ValueError(
-            f"{what} has no backbone separate from its head: neither its base_model_prefix nor its input embedding "
-            "shows a submodule"
+            f"{what} has no backbone separate from its head, by its base_model_prefix or by its input embedding: "
+            "expected a model whose backbone is a submodule"
         )
     # an exact type test: a subclass may compute more than x Wᵀ + b, but the objective reads only weight and bias
     if type(linear) is not nn.Linear:
         raise ValueError(
             f"{what} has a {type(linear).__module__}.{type(linear).__name__} as its output head: expected a "
-            "plain torch.nn.Linear. Leave the head out of LoRA, or merge it, and leave the head unquantized"
+            "plain torch.nn.Linear; exclude the head from LoRA (or merge the LoRA) and from quantization"
         )
     return linear
 
@@ -76,10 +76,10 @@ def prefixed(what: str, kind: type[ValueError] = ValueError) -> Iterator[None]:
 
 
 def check_finite_weights(module: nn.Module, which: str) -> None:
-    """Raise ProofError naming the first tensor that contains a NaN or an infinity.
+    """Raise ProofError, naming the first tensor that contains a NaN or an infinity.
 
     Each process checks only its own shard of a sharded tensor. `quantized.py` has checked the files of quantized
-    weights. Buffers in files may be infinite: some are limits (Gemma 4).
+    weights. Persistent buffers may contain infinities, because some are limits (Gemma 4).
     """
     unsaved = unsaved_buffers(module)
     stored = {name for name, _ in module.named_buffers()} - {*unsaved}
@@ -93,8 +93,8 @@ def check_finite_weights(module: nn.Module, which: str) -> None:
         message = f"{which}: {int(is_bad.sum())} of the {tensor.numel()} values of '{name}' are NaN or infinite: "
         if name in unsaved:
             raise ProofError(
-                f"{message}no file holds this buffer, so the model's code has initialised it in this way; expected a "
-                "configuration from which it computes finite values"
+                f"{message}no file has this buffer, so the model's code has computed it from the configuration; "
+                "expected a configuration that gives finite values"
             )
         raise ProofError(
             f"{message}expected finite weights; the checkpoint is damaged or, for a new model, the tensor has not "
@@ -103,7 +103,7 @@ def check_finite_weights(module: nn.Module, which: str) -> None:
 
 
 def unsaved_buffers(module: nn.Module) -> list[str]:
-    """Return the names of the non-persistent buffers, which no file holds."""
+    """Return the names of the non-persistent buffers, which no file has."""
     return [
         f"{prefix}.{name}".lstrip(".")
         for prefix, part in module.named_modules()
@@ -113,7 +113,7 @@ def unsaved_buffers(module: nn.Module) -> list[str]:
 
 
 def check_saving(model: PreTrainedModel) -> None:
-    """Raise ValueError if the model's configurations cannot be saved, as every checkpoint saves them."""
+    """Raise ValueError if the model's configuration or generation_config, which checkpoints have, cannot be saved."""
     configurations = [config for config in (model.config, model.generation_config) if config is not None]
     with TemporaryDirectory() as folder, reading(f"{typename(model)}: its configuration cannot be saved again"):
         for config in configurations:
@@ -123,8 +123,8 @@ def check_saving(model: PreTrainedModel) -> None:
 def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -> None:
     """Raise ValueError if the model's position encoding does not support documents of `max_tokens` tokens.
 
-    A table of learned positions has a fixed length. Rotary angles may depend on the longest document of a forward
-    pass (`ModelFacts.length_limits`): then the result of a document depends on the other documents of the pass.
+    A table of learned positions has a fixed length. Rotary angles of some types depend on the longest document of a
+    forward pass (`ModelFacts.length_limits`), so a document's result would depend on the other documents of the pass.
     """
     facts = ModelFacts(model.config)
     reach, embedding = facts.max_positions, model.get_input_embeddings()
@@ -139,17 +139,17 @@ def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -
     for kind, longest in facts.length_limits:
         if max_tokens > longest:
             raise ValueError(
-                f"{which} changes its rotary positions ({kind}) for a whole batch once a document in it is longer "
-                f"than {longest} tokens, so that a result depends on the batch it is in: expected documents of at "
-                f"most {longest}, got {max_tokens}"
+                f"{which} changes its rotary positions ({kind}) for a whole batch if one document is longer than "
+                f"{longest} tokens, so a document's result would depend on other documents of its batch: expected "
+                f"documents of at most {longest}, got {max_tokens}"
             )
 
 
 def warn_of_positions(model: PreTrainedModel, longest: int, which: str) -> list[str]:
-    """Return one warning if a document of `longest` tokens exceeds max_position_embeddings, otherwise none."""
+    """Return a list with a warning if `longest` tokens exceed max_position_embeddings, otherwise an empty list."""
     if (reach := ModelFacts(model.config).max_positions) is None or longest <= reach:
         return []
     return [
-        f"{which} has max_position_embeddings {reach:,}, and the longest document has {longest:,} tokens: what is "
-        "beyond may be new to the model; lower data.max_tokens, or extend the model's positions (rope_scaling)"
+        f"{which} has max_position_embeddings {reach:,}, and the longest document has {longest:,} tokens: the model "
+        "may not know positions beyond; lower data.max_tokens, or extend the model's positions (rope_scaling)"
     ]

@@ -1,16 +1,16 @@
-"""Multi-token prediction (MTP): a causal language model with layers that predict tokens after the next one.
+"""Multi-token prediction (MTP): a causal language model has additional layers for tokens after the next one.
 
     decoder = MultiTokenDecoder.new(Decoder.from_pretrained(…), depths=1)
     next, second = decoder(input_ids, position_ids, processor=…, context=targets.shift_for_mtp(position_ids, 1))
 
-Row t of depth k is computed from row t of depth k − 1 and from the embedding of token t + k. Depth 0 is the main
-model after its final norm. The row predicts the label of row t + k, which `Targets.shift_for_mtp` moves to row t
-(DeepSeek-V3, arXiv:2412.19437, section 2.2). All depths use the main model's embedding and output head.
+Depth 0 is the main model after its final norm. Row t of depth k is computed from row t of depth k − 1 and from the
+embedding of token t + k. Row t of depth k predicts the label of row t + k, which `Targets.shift_for_mtp` moves to row
+t (DeepSeek-V3, arXiv:2412.19437, section 2.2). All depths use the main model's embedding and output head.
 
-transformers' `MtpModel` has the layers. They are called one by one, because its own forward drafts a single token per
-layer from logits. Every MTP layer has the class of the main model's last layer. The number of the layers, and their
-types if the family has no MTP layers, are written to the model's configuration. This feature needs a later version of
-transformers than other features.
+The layers are in transformers' `MtpModel`. This file calls the layers one by one, because the forward of `MtpModel`
+drafts a single token per layer from logits. Every MTP layer has the class of the main model's last layer. The number
+of MTP layers is written to the model's configuration, and so are their types if the family declares no MTP layers.
+MTP needs a later version of transformers than the rest of the library.
 
 B rows, S tokens per row, D width, V vocabulary.
 """
@@ -39,11 +39,11 @@ require_feature("multi-token prediction")
 
 
 class MtpLayers(nn.Module):
-    """The layers of all depths. They use the main model's embedding, head and rotary frequencies."""
+    """The MTP layers of all depths. They use the main model's embedding, head and rotary frequencies."""
 
     layers: nn.ModuleList
     model: MtpModel  # the model that contains these layers
-    initial: nn.ModuleList | None  # a copy of new layers on the meta device; None for layers with weights
+    initial: nn.ModuleList | None  # for new layers, a copy on the meta device; None for layers from a checkpoint
 
     def __init__(self, model: MtpModel, initial: nn.ModuleList | None = None):
         super().__init__()
@@ -65,7 +65,7 @@ class MtpLayers(nn.Module):
         """Yield the hidden states of depths 1, 2, …, each [B, S, D].
 
         hidden_BSD: the hidden states of depth 0.
-        input_ids_BS: the token ids; on a context rank, additional columns have the next tokens.
+        input_ids_BS: the token ids; on a context rank, also the next tokens, in additional columns.
         lengths: the documents' lengths for variable-length attention.
         """
         for depth in range(1, self.depths + 1):
@@ -81,8 +81,10 @@ class MtpLayers(nn.Module):
 
     @torch.no_grad()
     def initialize(self, main: PreTrainedModel, seed: int) -> None:
-        """Initialise new layers on this process by the family's own rule. Layers with weights do not change. The new
-        values do not depend on the layout (`name_seed`). Only one module's tensors are unsharded at any time.
+        """Initialise new layers on this process by the family's own rule. Layers from a checkpoint do not change.
+
+        The values do not depend on the layout (`name_seed`). Only one module's tensors are unsharded at any time.
+        Raises ValueError if the family has no rule for a tensor.
         """
         for name, module in () if self.initial is None else self.initial.named_modules():
             if not _direct_tensors(module):
@@ -99,7 +101,7 @@ class MtpLayers(nn.Module):
                 if not bool(value.isfinite().all()):
                     raise ValueError(
                         f"{typename(main)} has no rule to initialise '{key}' of a {type(module).__name__}: expected "
-                        "an MTP layer that its family initialises, or one from a checkpoint"
+                        "a family with a rule for all tensors of MTP layers, or MTP layers from a checkpoint"
                     )
                 set_from_global(targets[key], value)
 
@@ -116,10 +118,10 @@ class MtpLayers(nn.Module):
 
 
 def find_layers(model: PreTrainedModel) -> None:
-    """Let `model.generate(…, use_mtp=True)` find the layers in the checkpoint from which the model was loaded.
+    """Let `model.generate(…, use_mtp=True)` find the MTP layers in the checkpoint from which the model was loaded.
 
-    Without this call, transformers finds only layers with the numbers of the released models (GLM-4.5: 46 and 92).
-    It does not find the layers of models of other sizes, nor of a second depth.
+    Without this call, transformers finds only MTP layers with the layer numbers of the released models (46 and 92 for
+    GLM-4.5). It finds neither those of models with other numbers of layers nor the layer of a second depth.
     """
     ignored = model._keys_to_ignore_on_load_unexpected
     places = {prefix.replace(".", r"\.") for prefix in ModelFacts(model.config).mtp_prefixes}
@@ -127,7 +129,7 @@ def find_layers(model: PreTrainedModel) -> None:
 
 
 def _direct_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's parameters and persistent buffers. Tensors of its children are not included."""
+    """Return a module's own parameters and persistent buffers, without the tensors of its children."""
     unsaved = module._non_persistent_buffers_set
     buffers = {name: value for name, value in module.named_buffers(recurse=False) if name not in unsaved}
     return dict(module.named_parameters(recurse=False)) | buffers
@@ -137,7 +139,7 @@ class MultiTokenDecoder(nn.Module):
     """Runs a decoder, `main`, together with its MTP layers, which are in `main.mtp`.
 
     `train_main=False`: only the MTP layers train; the main model is frozen, including its head and embedding.
-    `verify=True` raises ValueError for layers that let documents in one row attend to each other.
+    `verify=True`: raises ValueError if documents in one row attend to each other, also in MTP layers.
     """
 
     main: Decoder
@@ -169,29 +171,29 @@ class MultiTokenDecoder(nn.Module):
     ) -> "MultiTokenDecoder":
         """Load the main model and its MTP layers from one checkpoint. options: see `Decoder.from_pretrained`.
 
-        Also raises ValueError for a checkpoint without MTP layers, and if the main model is in other files than the
-        files from which transformers reads MTP layers.
+        Raises ValueError as `Decoder.from_pretrained` does, for a checkpoint without MTP layers, and if the main
+        model is not in the files from which transformers reads MTP layers.
         """
         main = Decoder.from_pretrained(name_or_path, **options, verify=verify)
         model, depths = main.pretrained, ModelFacts(main.config).declared_depths
-        what, fresh = f"model '{os.fspath(name_or_path)}'", "MultiTokenDecoder.new draws fresh layers"
+        what, fresh = f"model '{os.fspath(name_or_path)}'", "MultiTokenDecoder.new adds new MTP layers"
         revision = "main" if os.path.isdir(name_or_path) else options.get("revision") or "main"
         other = getattr(main.config, "transformers_weights", None) or revision
         if other != "main":
             raise ValueError(
-                f"{what}: its main model is that of {other!r}, but transformers reads MTP layers only from "
+                f"{what}: its main model was read from {other!r}, but transformers reads MTP layers only from "
                 f"{SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and only of the default revision: expected a "
                 "folder with one of these files"
             )
         if not depths:
-            raise ValueError(f"{what} has no further depths according to its configuration (num_mtp_layers); {fresh}")
+            raise ValueError(f"{what} has no MTP layers according to its configuration (num_mtp_layers); {fresh}")
         find_layers(model)
         try:
             mtp = MtpModel.from_pretrained(model, device_map={"": model.device})
         except RuntimeError as error:
             names = ", ".join(f"{prefix}*" for prefix in ModelFacts(model.config).mtp_prefixes)
             raise ValueError(
-                f"{what} lacks weights of its {depths} further depths: expected {names}; {fresh}"
+                f"{what} lacks weights of its {depths} MTP layers: expected tensors {names}; {fresh}"
             ) from error
         return cls(main, mtp, train_main=train_main, verify=verify)
 
@@ -243,7 +245,7 @@ class MultiTokenDecoder(nn.Module):
 def add_mtp(decoder: Decoder, depths: int, *, is_new: bool) -> None:
     """Add uninitialised MTP layers to an unsharded decoder, and write their number into the model's configuration.
 
-    is_new: `decoder.mtp.initialize` will initialise them; otherwise the caller reads them from a checkpoint.
+    is_new: True if `decoder.mtp.initialize` will initialise the layers, False if a checkpoint will be loaded.
     Raises ValueError for a model that cannot have MTP layers, or cannot have this number of depths.
     """
     model = decoder.pretrained
@@ -263,13 +265,13 @@ def add_mtp(decoder: Decoder, depths: int, *, is_new: bool) -> None:
         )
     listed = getattr(config, "mtp_layer_types", None) if ModelFacts(config).declares_mtp else None
     if depths < 1 or (listed is not None and len(listed) != depths):
-        expected = "1 or more" if listed is None else f"{len(listed)}, as its configuration lists their types"
-        raise ValueError(f"{depths} further depths of a {typename(model)}: expected {expected}")
+        expected = "1 or more" if listed is None else f"{len(listed)}, as in mtp_layer_types of its configuration"
+        raise ValueError(f"{depths} MTP layers for a {typename(model)}: expected {expected}")
     with torch.device("meta"), torch.random.fork_rng(devices=[]), reading(unable):
         declare_mtp(config, depths)
         mtp = MtpModel(model, depths)
     if mtp.embed_tokens is not model.get_input_embeddings():
-        raise ValueError(f"{typename(model)} has a separate embedding for its further depths: expected a shared one")
+        raise ValueError(f"{typename(model)} has a separate embedding for its MTP layers: expected a shared one")
     mtp.layers.to(model.dtype)
     initial = copy.deepcopy(mtp.layers) if is_new else None
     if model.device.type != "meta":
@@ -278,7 +280,7 @@ def add_mtp(decoder: Decoder, depths: int, *, is_new: bool) -> None:
 
 
 def freeze_main(decoder: Decoder) -> None:
-    """Freeze all parameters of a decoder, embedding and head included, except its MTP layers."""
+    """Freeze all parameters of a decoder except those of its MTP layers. Embedding and head are frozen, too."""
     assert decoder.mtp is not None
     decoder.requires_grad_(False)
     decoder.mtp.requires_grad_(True)

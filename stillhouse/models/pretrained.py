@@ -41,7 +41,7 @@ from stillhouse.models.quantized import (
 )
 from stillhouse.models.weight_files import INDEX, json_object, named_weights, require_index, tensor_files
 
-#: the largest allowed number of layers: for a damaged, huge number, transformers would create layers for hours
+#: the largest allowed number of layers: for a huge number in a damaged file, transformers would run for hours
 MAX_LAYERS = 10_000
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -58,10 +58,10 @@ def load_causal_lm(
     multimodal: bool = False,
     device: str | torch.device | None = None,
 ) -> PreTrainedModel:
-    """Load a model by `from_pretrained` of `auto_class`. Every failure is a ValueError.
+    """Load a model with the class that `auto_class` returns. Every failure raises ValueError.
 
-    Missing weights are also an error, because transformers would only warn and initialise them at random. Buffers
-    that code from the folder does not initialise are an error, too.
+    Missing weights are also a failure, because transformers would only warn and initialise them at random. Buffers
+    that code from the model's folder does not initialise are a failure, too.
 
     quantize: "int8", "nf4" or "fp8" (see `quantized.py`).
     trained: whether gradients flow through quantized layers to an adapter.
@@ -92,7 +92,7 @@ def load_causal_lm(
                 output_loading_info=True,
                 **quantization,
             )
-        for module in model.modules() if quantize is not None and trained else ():  # before the first use
+        for module in model.modules() if quantize is not None and trained else ():  # must precede the first forward
             if hasattr(module, REPACKS):
                 setattr(module, REPACKS, False)
         with prefixed(failure):
@@ -136,21 +136,20 @@ def auto_class(config: PreTrainedConfig, *, multimodal: bool = False) -> Any:
 
 
 def tower_warnings(name: str, revision: str | None, *, trust_remote_code: bool) -> Iterator[str]:
-    """For documents without images, warn if the family has a class for its language model alone."""
+    """For a run without images, yield a warning if the family has a separate class for its language model."""
     config = read_configuration(name, revision, trust_remote_code=trust_remote_code)
     if auto_class(config, multimodal=True) is not auto_class(config):
         yield (
-            f"student.model: no document has an image that a processor in {name} reads, so its language model is "
-            "trained alone, and the saved student has no vision tower: it cannot be read as an image-text model"
+            f"student.model: no document has an image that the processor of {name} reads, so only the language model "
+            "is loaded and trained. The saved student has no vision tower and cannot be loaded as an image-text model"
         )
 
 
 def keep_in_float32(model: PreTrainedModel) -> None:
-    """Convert to float32 the tensors that transformers keeps in float32 when it loads a half-precision model.
+    """Convert to float32 those tensors that transformers keeps in float32 when it loads a half-precision model, such
+    as corrections of router scores.
 
-    Corrections of a router's scores are an example.
-
-    model: a model on the meta device; if its dtype is neither float16 nor bfloat16, it does not change.
+    model: a model on the meta device; a model whose dtype is neither float16 nor bfloat16 does not change.
     """
     dtype = model.dtype
     kept = {*(model._keep_in_fp32_modules_strict or ())} if dtype in (torch.float16, torch.bfloat16) else set()
@@ -162,7 +161,7 @@ def keep_in_float32(model: PreTrainedModel) -> None:
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
-    """Return the dtype with a name such as "bfloat16". None and "auto" give "auto", the saved dtype."""
+    """Return the dtype with a name such as "bfloat16". For None and "auto", return "auto" (the saved dtype)."""
     if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
         return dtype or "auto"
     if dtype not in _DTYPES:
@@ -183,15 +182,18 @@ def _missing_files_named(what: str, name: str | os.PathLike[str], revision: str 
         if os.path.isdir(name):
             raise ValueError(f"{what} cannot be read: {reason}") from error
         raise ValueError(
-            f"{what}{at} is not a folder here, and the hub did not give it: {reason} "
+            f"{what}{at} is not a folder on this machine, and could not be loaded from the hub: {reason} "
             "Expected a folder with config.json and safetensors, or a hub id such as Qwen/Qwen3-0.6B "
-            "(a private or gated one needs a login)."
+            "(a private or gated model needs a login)."
         ) from error
 
 
 @contextmanager
 def _damaged_files_named(failure: str, name: str | os.PathLike[str], revision: str | None) -> Iterator[None]:
-    """Raise a ValueError, which begins with `failure`, that names a missing or damaged file with weights."""
+    """Raise a ValueError that names a missing or damaged weight file. Its message begins with `failure`.
+
+    The files of a folder are checked before the block, files of the hub only after the block has failed.
+    """
     if os.path.isdir(name):
         with prefixed(failure):
             tensor_files(name)
@@ -206,8 +208,9 @@ def _damaged_files_named(failure: str, name: str | os.PathLike[str], revision: s
 
 
 def require_safe_files(name: str | os.PathLike[str], revision: str | None = None) -> None:
-    """Raise ValueError if loading a folder or hub id would read weights from files other than safetensors in it, for
-    an adapter's folder, and for more than `MAX_LAYERS` layers. A name that does not exist raises no error here.
+    """Raise ValueError for a folder or hub id whose loading would read weights from other files than its own
+    safetensors files, for an adapter's folder, and for more than `MAX_LAYERS` layers. A name that does not exist
+    raises no error here.
     """
     folder = escaped(os.fspath(name))
     if os.path.isdir(name):
@@ -226,10 +229,11 @@ def require_safe_files(name: str | os.PathLike[str], revision: str | None = None
 def initialize_buffers(module: nn.Module, model: PreTrainedModel, new_layers: Sequence[nn.Module] = ()) -> None:
     """Compute the non-persistent buffers, such as rotary frequencies, with the family's own initialisation.
 
-    No file has these buffers. No other tensor changes. module: a module with the tensors of `model` and of
-    `new_layers`, which are not in `model`. The buffers are filled with 0 before a first initialisation and with 1
-    before a second one. If a value differs afterwards, no `_init_weights` has computed it; then a ValueError names
-    the buffer.
+    No file has these buffers. No other tensor changes. The buffers are filled with 0 before a first initialisation
+    and with 1 before a second one. If a value differs afterwards, no `_init_weights` has computed it, and a
+    ValueError names the buffer.
+
+    module: a module that contains `model` and `new_layers`. new_layers: layers that are not a part of `model`.
     """
     zeros, ones = (_buffers_after(module, model, new_layers, value) for value in (0, 1))
     for name, buffer in ones.items():
@@ -244,8 +248,8 @@ def initialize_buffers(module: nn.Module, model: PreTrainedModel, new_layers: Se
 def _buffers_after(
     module: nn.Module, model: PreTrainedModel, new_layers: Sequence[nn.Module], value: int
 ) -> dict[str, Tensor]:
-    """Fill the non-persistent buffers with `value`, initialise them, and return copies of them by name. All other
-    tensors are marked as initialised in the meantime, so that transformers does not change them.
+    """Fill the non-persistent buffers with `value`, initialise them, and return copies of them by name. During the
+    call, all other tensors are marked as initialised, so that transformers does not change them.
     """
     names = unsaved_buffers(module)
     for name in names:

@@ -2,9 +2,9 @@
 
     decoder(input_ids, processor=selected_log_probs(), context=Targets(labels))
 
-A processor is created for an optimizer step. Its context has the tensors of one micro-batch: the token to predict at
+A processor is created for one optimizer step. Its context has the tensors of one micro-batch: the token to predict at
 each row, and the data for this token's loss. No processor computes the logits of all tokens at once. A processor
-gives the same result for a vocabulary shard as for the full head. `engine/loss.py` has a run's processor.
+gives the same result for a vocabulary shard as for the full head. The processor of runs is in `engine/loss.py`.
 
 At depth 0, row t predicts labels_T[t]. At depth k of multi-token prediction, row t predicts the k-th token after that
 token. Only `shift_for_mtp` shifts targets for multi-token prediction.
@@ -40,9 +40,9 @@ from stillhouse.objective import (
 class Targets:
     """The tokens to predict, and their weights.
 
-    labels_T: a tensor of any shape, in the rows' order; a negative label means that there is no label.
+    labels_T: a tensor of any shape, in the rows' order; a negative value means that the row has no label.
     weights_T: a tensor of the same shape; by default 1 if there is a label, else 0.
-    valid_index: the rows with a non-zero weight, if the caller knows them (see `linear_objective`).
+    valid_index: the numbers of the rows with a non-zero weight, if the caller knows them (see `linear_objective`).
     mtp_targets: the targets of depths 1, 2, … (see `shift_for_mtp`).
     """
 
@@ -64,8 +64,8 @@ class Targets:
         """Return the targets of a depth. Raises ValueError for a depth that `mtp_targets` does not have."""
         if depth > len(self.mtp_targets):
             raise ValueError(
-                f"depth {depth} of multi-token prediction with targets of {len(self.mtp_targets)} further depths: "
-                f"expected targets.shift_for_mtp(position_ids, {depth})"
+                f"depth {depth} of multi-token prediction is missing in targets with {len(self.mtp_targets)} MTP "
+                f"depths: expected targets.shift_for_mtp(position_ids, {depth})"
             )
         return self.mtp_targets[depth - 1] if depth else self
 
@@ -73,14 +73,14 @@ class Targets:
         """Return these targets with `mtp_targets` for depths 1 to `depths`.
 
         At depth k, row t gets the values of row t + k if that row is in the same document, otherwise no label and
-        weight 0. Call this on complete rows, and select context shards from the result with `rows`. position_ids_BS:
-        positions that restart at each document, or [1, S] if all rows have the same positions.
+        weight 0. Call this before context parallelism divides the rows, and select each context shard from the result
+        with `rows`. position_ids_BS: positions that restart at each document; [1, S] if they are equal in all rows.
         """
         tokens, shape_BS = len(self.labels_T), tuple(position_ids_BS.shape)
         columns = shape_BS[1]
         rows, rest = divmod(tokens, columns)
         if rest or shape_BS[0] not in (1, rows):
-            raise ValueError(f"position_ids of shape {shape_BS} for {tokens} labels: expected [B, S], all rows whole")
+            raise ValueError(f"position_ids of shape {shape_BS} for {tokens} labels: expected [B, S] with B·S labels")
         document_BS = (position_ids_BS.expand(rows, -1) == 0).cumsum(1)
         column_S = torch.arange(columns, device=position_ids_BS.device)
         start_B1 = torch.arange(rows, device=position_ids_BS.device)[:, None] * columns
@@ -95,12 +95,12 @@ class Targets:
         return replace(self, mtp_targets=tuple(mtp_targets))
 
     def rows(self, index_T: Tensor) -> Self:
-        """Return the targets of the given rows at every depth, for a context shard."""
+        """Return the targets of the rows with these numbers, such as a context shard's, at every depth."""
         taken = self._changed(lambda value: value.rows(index_T) if isinstance(value, Signal) else value[index_T])
         return replace(taken, mtp_targets=tuple(targets.rows(index_T) for targets in self.mtp_targets))
 
     def extended(self, extend: Callable[[Tensor], Tensor], shape_BS: tuple[int, int]) -> Self:
-        """Return these targets with the columns that `extend` appends to tensors [B, S, …]. shape_BS: their shape"""
+        """Return these targets with more columns. extend: appends columns to a tensor [B, S, …]. shape_BS: (B, S)."""
 
         def extended_value(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -109,7 +109,7 @@ class Targets:
                 values = {entry.name: getattr(value, entry.name) for entry in fields(value)}
                 per_token = {name: entry for name, entry in values.items() if isinstance(entry, Tensor | Mapping)}
                 return replace(value, **_mapped(extended_value, per_token))
-            raise ValueError(f"{type(value).__name__} cannot be extended: expected a signal of all rows")
+            raise ValueError(f"{type(value).__name__} cannot be extended: expected a signal with tensors of all rows")
 
         return self._changed(extended_value)
 
@@ -125,9 +125,9 @@ class DistillTargets(Targets):
     """Targets, and the teachers' signals for the same rows.
 
     signals: the signals by the teachers' names; empty if no term needs a teacher. A `RoutedSignal` cannot be cut into
-        rows, nor shifted for multi-token prediction.
-    per_token: other tensors about the tokens to predict, with the labels' shape and names as in `metrics.py`.
-    document_T: the number of each row's document, for a discount; documents follow one another.
+        rows or shifted for multi-token prediction.
+    per_token: other tensors about the tokens to predict, in the labels' shape, by the names in `metrics.py`.
+    document_T: the number of each row's document, for a discount. The rows of a document are contiguous.
     position_ids_BS: the positions at depth 0, for `shift_for_mtp`.
     """
 
@@ -167,7 +167,8 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 class LogProbs:
     """The log-probability of each row's label (0 without a label) and the entropy of each row's distribution in nats.
 
-    Both are differentiable and at least float32. This is not a tuple, because models may convert tensors in tuples.
+    The two tensors are differentiable, and their dtype is at least float32. The class is not a tuple, because
+    wrappers of models may convert the tensors in tuples.
     """
 
     log_probs_BS: Tensor
@@ -185,9 +186,9 @@ def hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, dept
 def replicated_hidden(hidden_states: Tensor, head: OutputHead) -> Tensor:
     """Return hidden states for a computation that all ranks of a sharded vocabulary repeat, such as a value head.
 
-    With sequence parallelism, the backward of the gather sums the gradient over these ranks
-    (`VocabShard.reduce_hidden_grad`). A repeated computation gives every rank the full gradient, so backward first
-    divides it by the number of ranks.
+    With sequence parallelism, the backward of the gather sums the gradients of these ranks
+    (`VocabShard.reduce_hidden_grad`). After a repeated computation, every rank already has the full gradient, so a
+    hook divides it by the number of ranks.
     """
     shard = head.shard
     if shard is None or shard.is_alone or shard.reduce_hidden_grad:
@@ -221,7 +222,8 @@ def cross_entropy(
 ) -> OutputProcessor:
     """Return a processor that gives the `ObjectiveOutput` of cross-entropy with the context's labels (`Targets`).
 
-    normalizer: the divisor of the sum over tokens: the step's global number of tokens with a non-zero weight.
+    normalizer: the divisor of the sum over tokens; in training, the number of tokens with a non-zero weight in the
+        whole step, over all processes.
     """
 
     def process(*, hidden_states: Tensor, head: OutputHead, context: Targets, depth: int = 0) -> ObjectiveOutput:
@@ -250,8 +252,8 @@ def policy_gradient(
     ) -> ObjectiveOutput:
         if depth:
             raise ValueError(
-                f"a policy gradient at depth {depth}: expected 0, the head that tokens are drawn from; "
-                "by_depth(policy_gradient(…), cross_entropy()) has another objective for the others"
+                f"a policy gradient at depth {depth} of multi-token prediction: expected depth 0, from whose logits "
+                "tokens are sampled; by_depth(policy_gradient(…), cross_entropy()) trains MTP depths"
             )
         assert context.advantages_T is not None
         assert context.old_log_probs_T is not None
@@ -277,7 +279,7 @@ def _objective(
 
 
 def by_depth(main: OutputProcessor, mtp_targets: OutputProcessor) -> OutputProcessor:
-    """Return a processor that calls `main` at depth 0 and `mtp_targets` at MTP depths, with the same context."""
+    """Return a processor that calls the processor `main` at depth 0 and the processor `mtp_targets` at MTP depths."""
 
     def process(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any:
         chosen = mtp_targets if depth else main

@@ -5,8 +5,8 @@
     fp8     8-bit floating point (e4m3) for weights and inputs, one scale per row and per token (torchao)
 
 The embedding, the norms and the output head keep the model's dtype, so that the objective uses the head's saved
-weight. For fp8, the model is loaded in bfloat16 and then rounded, except for the routers of experts. It runs before
-and after rounding, because a wrong kernel would give plausible but wrong teacher signals.
+weight. For fp8, the model is loaded in bfloat16 and then rounded, except for the routers of experts. Its logits
+before and after rounding are compared, because a wrong kernel would give plausible but wrong teacher signals.
 
 N products or tokens, D width, R rows of a weight, V vocabulary.
 """
@@ -37,31 +37,31 @@ from stillhouse.models.weight_files import weight_files
 FP8 = "fp8"
 #: torchao's products need matrices whose numbers of rows and columns are multiples of this
 _MULTIPLE = 16
-#: the first compute capability of CUDA devices that multiply in fp8
+#: the lowest compute capability of CUDA devices that multiply in fp8
 _CAPABILITY = (8, 9)
 #: the largest allowed change of the logits by rounding: the median over tokens, relative to the logits' deviation
-#: from their mean over the vocabulary. It was 0.05 for a trained model, and 0.2 for models with random weights
+#: from their mean over the vocabulary. The change was 0.05 for a trained model, and 0.2 with random weights
 _LARGEST_CHANGE = 0.5
 _TOKENS = 64
 #: torchao computes the scale of an input row from the row's largest absolute value, but at least from this value
 _LEAST = 1e-12
-#: if this attribute is set, bitsandbytes changes the layout of weights in their first evaluation on some CPUs, for
-#: kernels without gradients
+#: if this attribute of a layer is true, bitsandbytes changes the weight's layout in the first forward on some CPUs,
+#: for kernels without gradients
 REPACKS = "support_avx512bf16_for_cpu"
 #: the library of each kind
 LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes", FP8: "torchao"}
-#: the number of random sign vectors with which a layer is checked, and the number of checked rows at the beginning,
-#: in the middle and at the end of the weight
+#: the number of random sign vectors by which a layer is multiplied for a check, and the number of rows of the weight
+#: that are checked at its beginning, in its middle and at its end
 PROBES, ROWS = 16, 16
-#: a layer's error may be this multiple of the error of correct rounding, plus this share of the weights' norm
+#: the largest allowed error of a layer: LARGEST_ERROR · error of correct rounding + PRODUCT_ERROR · norm of weights
 LARGEST_ERROR, PRODUCT_ERROR = 1.5, 0.01
 
 
 def quantized_loading(
     config: PreTrainedConfig, kind: str, dtype: torch.dtype | str, device: str | torch.device | None
 ) -> dict[str, Any]:
-    """Return the arguments of transformers' `from_pretrained` that quantize a model during loading. For fp8, there
-    are none.
+    """Return the arguments of transformers' `from_pretrained` that quantize a model during loading. For fp8, the
+    result is empty.
 
     Raises ValueError if the library is not installed or the device cannot run the kind, and for a model that is
     already quantized. dtype: the model's dtype, or "auto" for the dtype of the saved weights.
@@ -72,7 +72,7 @@ def quantized_loading(
     if kind == FP8 and (problem := float8_problem(device)):
         raise ValueError(problem)
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"its weights are quantized already: expected no further quantization, got {kind}")
+        raise ValueError(f"its weights are already quantized: expected no second quantization, got {kind}")
     if kind == FP8:
         return {}
     from transformers import BitsAndBytesConfig, TorchAoConfig
@@ -96,11 +96,11 @@ def quantized_loading(
 def require_quantized(
     model: PreTrainedModel, kind: str, name_or_path: str | os.PathLike[str], revision: str | None
 ) -> None:
-    """Raise ValueError if no weight of a loaded model was quantized, or if a saved weight is not finite. Quantizing
-    turns a NaN into a finite value, so the files are checked, not the loaded weights.
+    """Raise ValueError if no weight of a loaded model was quantized, if a saved weight is not finite, or if a layer's
+    products are wrong (`require_rounding`). NaN is checked in the files, because quantizing makes NaN finite.
     """
     if not any(is_quantized(weight) for weight in model.parameters()):
-        raise ValueError(f"none of its weights was quantized to {kind}, which takes torch.nn.Linear layers alone")
+        raise ValueError(f"none of its weights was quantized to {kind}: expected a model with torch.nn.Linear layers")
     folder = name_or_path
     if not os.path.isdir(folder):
         with reading("its files cannot be read again"):
@@ -128,9 +128,10 @@ def require_quantized(
 def require_rounding(model: PreTrainedModel, kind: str = "nf4", stored: Mapping[str, Path] | None = None) -> None:
     """Raise ValueError, naming the layer, if the error of a layer's products exceeds the error of correct rounding.
 
-    A library may be wrong for some shapes: bitsandbytes 0.50 on a CPU for nf4 and widths that are no multiple of 64.
-    stored: the files of saved tensors, by name. A layer's products are compared with products of the saved weight. If
-    it is not among them, as in a folder of quantized weights, they are compared with the values of its 4-bit codes.
+    Libraries are wrong for some shapes, for example bitsandbytes 0.50 on a CPU for nf4 and widths that are no
+    multiple of 64. stored: the file of each saved tensor, by the tensor's name. A layer's products are compared with
+    products of its saved weight. If `stored` does not have this weight, as for a folder with quantized weights, they
+    are compared with products of the decoded 4-bit codes.
     """
     stored = stored or {}
     renamings = [part for part in get_model_conversion_mapping(model) if isinstance(part, WeightRenaming)]
@@ -149,18 +150,21 @@ def require_rounding(model: PreTrainedModel, kind: str = "nf4", stored: Mapping[
 
 
 def _check_layer(name: str, layer: Any, kind: str, dtype: torch.dtype, saved_RD: Any = None) -> None:
-    """Check products of random signs with a few rows of the weight. saved_RD: the saved weight, if there is one."""
+    """Raise ValueError if a layer's products of random signs and a few rows of its weight are wrong.
+
+    saved_RD: the saved weight; if it is None, the layer's 4-bit codes are decoded instead.
+    """
     rows, width, weight = layer.out_features, layer.in_features, layer.weight
     if saved_RD is not None and saved_RD.get_shape() != [rows, width]:
         return
     what = f"{kind} cannot run the layer '{name}' of shape [{rows}, {width}] on {weight.device.type}"
-    remedy = "expected unquantized weights, or another kind"
+    remedy = "expected unquantized weights, or another kind of quantization"
     if kind == "nf4":
         remedy = "expected int8, unquantized weights, or a GPU (nf4 on a CPU needs widths that are multiples of 64)"
     signs_ND = torch.randint(2, (PROBES, width), generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
     signs_ND = signs_ND.to(weight.device)
     with reading(f"{what}; {remedy}; {LIBRARIES[kind]} says"):
-        # a copy: the first product with bitsandbytes changes a weight's layout, and the dtype of later products
+        # use a copy: the first product in bitsandbytes changes the weight's layout and the dtype of later products
         products_NR = copy.deepcopy(layer)(signs_ND.to(dtype)).float()
     if layer.bias is not None:
         products_NR -= layer.bias.float()
@@ -196,7 +200,7 @@ def _rounded(right_RD: Tensor, kind: str, weight: Any) -> Tensor:
 
 
 def decoded(weight: Any) -> Tensor:
-    """Return the values of a weight's 4-bit codes in float32. There are two codes per byte, one scale per block."""
+    """Return the values of a weight's 4-bit codes in float32. A byte has two codes, and a block has one scale."""
     state = weight.quant_state
     scales = state.absmax
     if state.nested:
@@ -214,18 +218,18 @@ def quantized_identity(fingerprint: str, kind: str | None) -> str:
 
 
 def is_quantized(weight: Tensor) -> bool:
-    """Whether a weight is stored in 8 or 4 bits. Its `dtype` does not show this."""
+    """Return whether a weight is stored in 8 or 4 bits, which its `dtype` does not show."""
     return hasattr(weight, "qdata") or hasattr(weight, "quant_state")
 
 
 def element_count(weight: Tensor) -> int:
-    """Return the number of a weight's values. In nf4, four bits are one value."""
+    """Return the number of a weight's elements. `numel` of an nf4 weight counts bytes, with two elements each."""
     state = getattr(weight, "quant_state", None)
     return weight.numel() if state is None else math.prod(state.shape)
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Return the memory of a module's parameters in bytes. A quantized weight counts with its bits and scales."""
+    """Return the memory of a module's parameters in bytes. For a quantized weight, count its codes and scales."""
     parts: list[Any] = []
     for weight in module.parameters():
         if hasattr(weight, "qdata"):
@@ -250,9 +254,9 @@ def float8_problem(device: torch.device | str | None) -> str | None:
 
 
 def round_to_float8(model: PreTrainedModel) -> None:
-    """Quantize the linear layers of a bfloat16 model in place.
+    """Quantize the linear layers of a bfloat16 model to fp8 in place.
 
-    Raises ValueError for another dtype, and if the logits change more than they can by rounding.
+    Raises ValueError for another dtype, and if the change of the logits is larger than rounding can cause.
     """
     if model.dtype != torch.bfloat16:
         raise ValueError(f"fp8 rounds bfloat16 weights, got {model.dtype}: expected dtype bfloat16")
@@ -274,15 +278,15 @@ def round_to_float8(model: PreTrainedModel) -> None:
             granularity=PerRow(),
             activation_value_lb=_LEAST,  # torchao would divide a row of zeros by 0
             kernel_preference=KernelPreference.TORCH,
-            set_inductor_config=False,  # these settings are global, and the objective is compiled with others
+            set_inductor_config=False,  # they are global, and the objective is compiled with other settings
         )
         quantize_(model, configuration, filter_fn=lambda module, name: id(module) in rounded)
     deviation_N = (before_NV - before_NV.mean(-1, keepdim=True)).norm(dim=-1)
     change = float(((_probe_logits(model) - before_NV).norm(dim=-1) / deviation_N).median())
     if not change <= _LARGEST_CHANGE:
         raise ValueError(
-            f"fp8 changes its logits by {change:.2g} of their deviation, and rounding alone by at most "
-            f"{_LARGEST_CHANGE}: expected a device and a torchao whose fp8 products are right, or int8 or nf4"
+            f"fp8 changes its logits by {change:.2g} of their deviation, but rounding changes them by at most "
+            f"{_LARGEST_CHANGE}: expected a device and a version of torchao with correct fp8 products, or int8 or nf4"
         )
 
 

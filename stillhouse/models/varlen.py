@@ -28,9 +28,9 @@ from stillhouse.models.model_checks import typename
 
 #: the names of the lengths among the arguments of a backbone, as transformers' flash attention calls them
 VARLEN_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-#: the widest head of the kernel, and the divisor of widths
+#: the largest width of heads in the kernel, and the number of which the width must be a multiple
 WIDEST, _MULTIPLE = 256, 8
-#: some devices (compute capability 8.6, 8.9, 12.0) have no backward for widths between this one and 225
+#: devices of compute capability 8.6, 8.9 and 12.0 have no backward for widths above this number and below 225
 _WIDEST_BACKWARD = 192
 _DTYPES = (torch.bfloat16, torch.float16)
 _OPTIONS = inspect.signature(varlen_attn).parameters
@@ -43,7 +43,7 @@ _UNSUPPORTED = ("attention_mask", "softcap", "s_aux", "position_bias")
 
 @dataclass(frozen=True)
 class Activations:
-    """The device of a model's activations, and their dtype under autocast. By default, it is the weights' dtype."""
+    """The device and the dtype of a model's activations. dtype: the dtype of autocast; None is the weights' dtype."""
 
     device: torch.device
     dtype: torch.dtype | None = None
@@ -53,7 +53,7 @@ def activations_for(
     attention: str | None, device: torch.device, autocast: torch.dtype | None = None
 ) -> Activations | None:
     """Return the activations for `PackedAttention`. If the configuration names another attention than `VARLEN`,
-    return None, so that the model keeps it.
+    return None, so that the model keeps the named attention.
     """
     return Activations(device, autocast) if attention in (None, VARLEN) else None
 
@@ -65,50 +65,51 @@ def refusal(activations: Activations, dtype: torch.dtype) -> str | None:
     """
     device, dtype = activations.device, activations.dtype or dtype
     if _MISSING:
-        return f"that of torch {torch.__version__} has no {name_list(_MISSING)}"
+        return f"in torch {torch.__version__}, it has no option {name_list(_MISSING)}"
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device.type}"
     if dtype not in _DTYPES:
-        return f"it needs activations in bfloat16 or float16, and these are in {str(dtype).removeprefix('torch.')}"
+        return f"it needs activations in bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}"
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-        return f"it needs a CUDA device of compute capability 8.0, and this one has {'.'.join(map(str, capability))}"
+        return f"it needs a device of compute capability 8.0 or later, not {'.'.join(map(str, capability))}"
     return None
 
 
 def refusal_of_model(model: PreTrainedModel) -> str | None:
-    """Return the reason why a model's attention cannot have variable lengths, or None if there is no reason."""
+    """Return the reason why a model cannot use variable-length attention, or None if it can."""
     config = text_config(model.config)
     if not type(model).__module__.startswith("transformers.models."):
-        return "its code is not transformers' own"
+        return "its code is not in transformers"
     if not model._can_set_attn_implementation():
         return "its attention cannot be replaced"
     if config is not model.config and text_part(model.config) is None:
-        return "its configuration has no language model as a direct part"
+        return "the language model's configuration is not a direct part of its configuration"
     facts = ModelFacts(config)
     if facts.is_heterogeneous or facts.mixes_tokens_by_score:
-        return "its layers differ in ways that the kernel does not know"
+        return "its layers have different sizes or select tokens by scores, which the kernel does not support"
     if facts.caps_scores:
         return "it caps its attention scores"
     if facts.drops_scores:
         return "it has dropout in its attention"
     if facts.widest_head > WIDEST:
-        return f"its heads have a width of {facts.widest_head}, and the kernel's widest is {WIDEST}"
+        return f"its heads have a width of {facts.widest_head}, and the kernel supports at most {WIDEST}"
     return None
 
 
 def text_part(config: PreTrainedConfig) -> str | None:
-    """Return the key of the language model's configuration within the configuration of a larger model, if any."""
+    """Return the key of the language model's configuration in a larger model's configuration, or None without it."""
     text = text_config(config)
     keys = () if text is config else config.sub_configs
     return next((key for key in keys if getattr(config, key, None) is text), None)
 
 
 def require_varlen(model: PreTrainedModel, activations: Activations | None = None) -> None:
-    """Raise ValueError if variable-length attention cannot run. activations: by default, the model's own."""
+    """Raise ValueError if a model cannot use variable-length attention. activations: by default, the model's own."""
     activations = activations or Activations(model.device, autocast_dtype(model))
     if reason := refusal_of_model(model) or refusal(activations, model.dtype):
         raise ValueError(
-            f"attention '{VARLEN}' for {typename(model)}: {reason}: expected another attention, such as sdpa"
+            f"attention '{VARLEN}' cannot be used for {typename(model)}, because {reason}: expected another "
+            "attention, such as sdpa"
         )
 
 
@@ -124,14 +125,14 @@ def attend(
 ) -> Tensor:
     """Return causal attention within each document, [T, H, D].
 
-    window: the number of tokens that a token sees, including itself.
+    window: the number of tokens that a token sees, including itself; None for all earlier tokens of its document.
     """
     if query_THD.dtype not in _DTYPES or not query_THD.is_cuda:
         raise ValueError(
             f"attention '{VARLEN}' got {query_THD.dtype} on {query_THD.device.type}: expected bfloat16 or float16 "
-            "on a CUDA device, by the dtype of the weights or by autocast, or another attention, such as sdpa"
+            "(as the dtype of the weights or of autocast) on a CUDA device, or another attention, such as sdpa"
         )
-    # a torch without this option accepts fewer heads of keys than of queries in any case
+    # versions of torch without this option always accept fewer heads of keys than of queries
     grouped: Any = {"enable_gqa": query_THD.shape[1] != key_TGD.shape[1]} if "enable_gqa" in _OPTIONS else {}
     places = (cu_seqlens_M, cu_seqlens_M, longest, longest)
     size = (-1 if window is None else window - 1, 0)
@@ -152,8 +153,10 @@ def attention(
     max_length_q: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The function of transformers' `AttentionInterface`. All rows are joined to one: B = 1. Raises ValueError for
-    arguments that the kernel does not know.
+    """Return causal attention within each document of one joined row (B = 1), [1, T, H, D], and None.
+
+    This is the function that is registered with transformers' `AttentionInterface`. Raises ValueError for arguments
+    that the kernel does not support.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(
@@ -165,11 +168,13 @@ def attention(
     unsupported = [name for name in _UNSUPPORTED if options.get(name) is not None]
     unsupported += ["dropout"] if dropout else []
     unsupported += [] if getattr(module, "is_causal", True) and is_causal is not False else ["is_causal=False"]
-    # compiled layers would be compiled for each number of a layer; their proof runs the plain layers, too
+    # torch would compile the check for each layer number; the proof of compiled layers also runs them uncompiled
     if not torch.compiler.is_compiling():
         unsupported += _unsupported_windows(module, options)
     if unsupported:
-        raise ValueError(f"attention '{VARLEN}' got {name_list(unsupported)}: expected another one, such as sdpa")
+        raise ValueError(
+            f"attention '{VARLEN}' does not support {name_list(unsupported)}: expected another one, such as sdpa"
+        )
     device, dtype = value_BGTD.device.type, value_BGTD.dtype
     if torch.is_autocast_enabled(device):  # rotary embeddings in float32 make queries and keys float32
         dtype = torch.get_autocast_dtype(device)
@@ -184,7 +189,7 @@ def attention(
 def attend_padded(
     query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, cu_seqlens_M: Tensor, longest: int, **options: Any
 ) -> Tensor:
-    """Compute `attend` for heads of any width up to `WIDEST`. Values may have another width than queries."""
+    """Return the result of `attend` for heads of any width up to `WIDEST`, where values can have another width."""
     width = -(-max(query_THD.shape[-1], value_TGD.shape[-1]) // _MULTIPLE) * _MULTIPLE
     if width > _WIDEST_BACKWARD:
         width = WIDEST
@@ -196,28 +201,28 @@ def attend_padded(
 
 
 def _unsupported_windows(module: nn.Module, options: Mapping[str, Any]) -> list[str]:
-    """Describe the windows in a layer's configuration that its attention does not get. The list is empty if there are
-    none. Layers without a window also report such a family, because other pipeline stages would wait after an error
-    on only one stage.
+    """Return descriptions of the differences between the windows in the configuration and those that a layer's
+    attention gets. If a family has windows only in masks, its layers without a window report this, too: all pipeline
+    stages must raise the error, because after an error on one stage, the other stages would wait forever.
     """
     config: Any = module.config
     types, window = getattr(config, "layer_types", None) or (), getattr(config, "sliding_window", None)
     expected = None
     if window is not None and (not types or any("sliding" in kind for kind in types)):
         if "sliding_window" not in options:
-            return [f"windows of {window} tokens in masks alone"]
+            return [f"windows of {window} tokens that are only in masks"]
         number = getattr(module, "layer_idx", None)
         expected = window if not types or number is None or "sliding" in types[number] else None
-    return [] if options.get("sliding_window") == expected else ["a window in a layer without one"]
+    return [] if options.get("sliding_window") == expected else ["another window than in the configuration"]
 
 
 class PackedAttention:
-    """The attention functions of a model, by their names in its configuration.
+    """Switches a model between its usual attention and variable-length attention, by the names of their functions.
 
     activations: the activations of the forward passes; if it is None, the model keeps its attention function.
-    is_required: whether the configuration names variable-length attention; if it cannot be used, a ValueError is
-        raised.
-    reason: the reason why it is not used on a GPU, if `activations` are given.
+    is_required: whether the configuration names variable-length attention. In this case, a ValueError is raised if
+        this attention cannot be used.
+    reason: why variable-length attention is not used on a GPU; None without `activations` or without a reason.
     """
 
     def __init__(self, model: PreTrainedModel, activations: Activations | None = None):
@@ -231,7 +236,7 @@ class PackedAttention:
         elif activations is not None and name == USUAL:
             reason = refusal_of_model(model) or refusal(activations, model.dtype)
             self.is_possible = reason is None
-            if activations.device.type == "cuda":  # on other devices, users do not expect it
+            if activations.device.type == "cuda":  # users do not expect it on other devices
                 self.reason = reason
 
     @property
@@ -244,7 +249,7 @@ class PackedAttention:
 
     def _assigned(self, lengths: bool) -> Any:
         name, part = self.with_lengths if lengths else self.usual, text_part(self._model.config)
-        # the attention of a vision tower stays as it is
+        # the attention of a vision tower does not change
         return name if part is None else {"": name, part: name}
 
     @property
@@ -259,7 +264,7 @@ class PackedAttention:
         return (self.usual, self.with_lengths) if self.is_possible else (self.usual,)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Use other functions, which are registered under new names. names: maps the names in use to new names."""
+        """Use other functions, which are registered under new names. names: the new name for each name in use."""
         reads_lengths = self.reads_lengths
         self.usual, self.with_lengths = names[self.usual], names.get(self.with_lengths, self.with_lengths)
         self._model.set_attn_implementation(self._assigned(reads_lengths))

@@ -1,12 +1,12 @@
 """The parts and inputs of a vision-language model that a language model does not have.
 
-The processor of a family repeats a placeholder token in the text for each feature of an image. The backbone runs the
+A family's processor writes one placeholder token into the text for each feature of an image. The backbone runs the
 vision tower, and replaces the embeddings of the placeholders by the features, in the order of the flattened rows.
-Some families (Qwen-VL, GLM-V, …) rotate by positions of several axes, such as time, height and width.
+Some families (Qwen-VL, GLM-V, …) have rotary positions in several axes, such as time, height and width.
 
-transformers knows which module of the backbone is the language model and which one is the tower. All other parts of
-the backbone are the projector. If there are none, the projector is the last part of the tower: the modules that end
-in a matrix with the width of the language model (Qwen-VL's mergers).
+transformers knows which module of the backbone is the language model and which module is the tower. All other parts
+of the backbone are the projector. If there are no other parts, the projector is the last part of the tower: the
+modules that end in a matrix with the width of the language model (Qwen-VL's mergers).
 
 B rows, S columns per row, A axes of positions.
 """
@@ -30,7 +30,7 @@ from stillhouse.models.model_checks import typename
 
 #: the name, in a micro-batch's inputs, of the positions in several axes [B, S, A]
 AXES = "axis_position_ids"
-#: the names under which processors return the kinds of tokens, [B, S]; the kind of text is 0
+#: the names under which processors return the kind of each token, [B, S]; text has kind 0
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 #: the name of the decoder's argument with the tensors of images and other media
 MEDIA_ARGUMENT = "images"
@@ -38,9 +38,9 @@ LANGUAGE, PROJECTOR, VISION = "language", "projector", "vision"
 
 
 def train_parts(decoder: Any, parts: Collection[str]) -> None:
-    """Freeze the parameters of a `Decoder`'s parts that are not in `parts`.
+    """Freeze the parameters of a `Decoder` except those of the parts `parts` (LANGUAGE, PROJECTOR, VISION).
 
-    Raises ValueError for a part in `parts` that the decoder does not have.
+    Raises ValueError for a part that the decoder does not have.
     """
     beside = beside_language_model(decoder)
     tower = next((part for part in beside.values() if part is decoder.pretrained.get_encoder(modality="image")), None)
@@ -55,7 +55,7 @@ def train_parts(decoder: Any, parts: Collection[str]) -> None:
     if missing := [part for part in parts if part != LANGUAGE and not by_part.get(part)]:
         present = [LANGUAGE, *(part for part in (PROJECTOR, VISION) if by_part.get(part))]
         raise ValueError(
-            f"{typename(decoder.pretrained)} has no part that is its {name_list(missing)}: expected some of "
+            f"{typename(decoder.pretrained)} has no part called {name_list(missing)}: expected some of "
             f"{name_list(present)}"
         )
     trained = {id(parameter) for part in parts for parameter in by_part.get(part, ())}
@@ -66,7 +66,7 @@ def train_parts(decoder: Any, parts: Collection[str]) -> None:
 
 
 def beside_language_model(decoder: Any) -> dict[str, Any]:
-    """Return the modules and parameters of a `Decoder`'s backbone beside its language model, by their names."""
+    """Return the modules and parameters of a `Decoder`'s backbone outside its language model, by their names."""
     language, module, prefix = decoder.language_model, decoder.backbone, ""
     if text_config(decoder.config) is decoder.config:
         return {}
@@ -82,8 +82,8 @@ def beside_language_model(decoder: Any) -> dict[str, Any]:
 
 
 def require_language_alone(parts: Collection[str]) -> None:
-    """Raise ValueError if tower or projector shall be trained. To be called if no document for training has an image:
-    then only the optimizer's weight decay would change these parts.
+    """Raise ValueError if the parts to train include the tower or the projector. This is called if no document for
+    training has an image: only the optimizer's weight decay would change these parts then.
     """
     if any(part != LANGUAGE for part in parts):
         raise ValueError(
@@ -94,9 +94,9 @@ def require_language_alone(parts: Collection[str]) -> None:
 
 @contextmanager
 def image_weights_reached(decoder: Any) -> Iterator[None]:
-    """Within the block, embeddings of tokens give gradients of 0 to the trained weights of towers and projectors. A
-    micro-batch without images does not run the vision tower. But under FSDP, all processes must run the backward of
-    the same layers, and sum the gradients of the same weights.
+    """Within the block, backward through the token embeddings gives gradients of 0 to the trained weights of towers
+    and projectors. A micro-batch without images does not run the vision tower. But under FSDP, all processes must run
+    the backward of the same layers, and sum the gradients of the same weights.
     """
     if (embedding := input_embedding(decoder.pretrained)) is None or not torch.is_grad_enabled():
         yield
@@ -116,7 +116,9 @@ def _parameters(parts: Iterable[nn.Module | nn.Parameter]) -> list[nn.Parameter]
 
 
 def _last_parts(tower: nn.Module, width: int) -> list[nn.Module]:
-    """Return the parts of a tower whose last matrix has this number of rows, without convolutions and embeddings."""
+    """Return the children of a tower that have no convolution or embedding and whose last matrix has `width` rows,
+    and the lists in the tower whose members have the classes of these children.
+    """
     single: list[nn.Module] = []
     for child in tower.children():
         parts = list(child.modules())
@@ -143,7 +145,7 @@ class _Reached(torch.autograd.Function):
 
 
 def model_media(model: PreTrainedModel, backbone: nn.Module, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the images as arguments of the backbone: floating-point values in the dtype of its weights. Raises
+    """Return the images as arguments of the backbone, with floating-point values in the dtype of the model. Raises
     ValueError if the backbone reads no images.
     """
     if images and not images.keys() & inspect.signature(backbone.forward).parameters.keys():
@@ -155,16 +157,18 @@ def model_media(model: PreTrainedModel, backbone: nn.Module, images: Mapping[str
 
 
 def read_token_inputs(backbone: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs without kinds of tokens that are no arguments of the backbone's forward. Processors also
-    return these kinds for families in which only the positions depend on them.
+    """Return the inputs without the tokens' kinds (`TOKEN_TYPES`) that the backbone's forward does not accept.
+    Processors return kinds even if only the positions depend on them.
     """
     named = inspect.signature(backbone.forward).parameters
     return {name: value for name, value in inputs.items() if name not in TOKEN_TYPES or name in named}
 
 
 def model_positions(position_ids_BS: Tensor, axes_BSA: Tensor | None, *, separates: bool) -> Tensor:
-    """Return the positions that the backbone gets: [B, S], or [A, B, S] for several axes. If the backbone separates
-    documents by the text positions, they come first: [1 + A, B, S].
+    """Return the positions that the backbone gets: [B, S], or [A, B, S] for several axes.
+
+    separates: whether the backbone separates documents by the text positions. In this case, several axes follow the
+    text positions, [1 + A, B, S].
     """
     if axes_BSA is None:
         return position_ids_BS
@@ -175,7 +179,7 @@ def model_positions(position_ids_BS: Tensor, axes_BSA: Tensor | None, *, separat
 
 
 def placeholder_mask(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor | None:
-    """Return which tokens stand for features of images, bool [B, S]. It is None without ids and kinds of tokens."""
+    """Return which tokens are placeholders of image features, bool [B, S], or None if the inputs do not show it."""
     ids_BS = inputs.get("input_ids")
     marks = [inputs[name] != 0 for name in TOKEN_TYPES if inputs.get(name) is not None]
     marks += [] if ids_BS is None else [ids_BS == number for number in placeholder_ids(model)]
@@ -183,7 +187,7 @@ def placeholder_mask(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tenso
 
 
 def padded_with_text(ids_BS: Tensor, is_placeholder_BS: Tensor, is_padding_BS: Tensor) -> Tensor:
-    """Return the token ids, where padding that is a placeholder is replaced by the first token that is not one."""
+    """Return token ids in which the first token that is no placeholder replaces all placeholders in padding."""
     ids_T, is_text_T = ids_BS.flatten(), ~is_placeholder_BS.flatten()
     first = is_text_T.int().argmax()
     return torch.where(is_padding_BS & is_placeholder_BS, ids_T[first], ids_BS)

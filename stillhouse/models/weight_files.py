@@ -1,7 +1,7 @@
-"""Finds the files with weights in a model's folder, as transformers does, for every loader. Also hashes them.
+"""Finds the weight files of a model's folder, in the same way as transformers, and hashes them.
 
-A folder may have other safetensors files, which are not read: shards of an earlier download, a file that was replaced
-by an index, or variants such as model.fp16.safetensors.
+Other safetensors files in a folder are not read: shards of an earlier download, a file that was replaced by an index,
+or variants such as model.fp16.safetensors.
 """
 
 import hashlib
@@ -24,25 +24,25 @@ SAFETENSORS, INDEX = ".safetensors", ".safetensors.index.json"
 EXPECTED = "expected the name of a safetensors file of the same folder; nothing else is read"
 #: files up to this total size are hashed completely
 WHOLE_BYTES = 2**30
-#: for files beyond this size: the number of evenly spaced samples of each tensor, and the bytes of a sample
+#: for larger files: the number of evenly spaced samples of each tensor, and the number of bytes of a sample
 _SAMPLES, _SAMPLE_BYTES = 32, 4096
 _NUMBERS = range(_SAMPLES)
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the files with the weights of a model's folder, sorted by name. Files may be missing.
+    """Return the weight files of a model's folder, sorted by name. The files need not exist.
 
-    If config.json has `transformers_weights`, it names the file or an index of the files. Otherwise, it is
-    model.safetensors if this file exists, or else the files in model.safetensors.index.json. Raises ValueError for
-    names of files that are not safetensors files in the folder.
+    `transformers_weights` in config.json, if present, names the weight file or an index of several weight files.
+    Without this key, the weight file is model.safetensors if it exists; otherwise, the weight files are those in
+    model.safetensors.index.json. Raises ValueError for names that are not those of safetensors files in the folder.
     """
     return [Path(folder) / name for name in sorted(set(_placed(Path(folder)).values()))]
 
 
 def tensor_files(folder: str | os.PathLike[str], *, partial: bool = False) -> dict[str, Path]:
-    """Return the file of each tensor in a model's folder, by the tensor's name. Without weights, it is empty.
+    """Return the file of each tensor in a model's folder, by the tensor's name; {} for a folder without weights.
 
-    partial: whether files in the index may be missing; the index then decides which tensors they have.
+    partial: whether files of the index can be missing. The tensors of a missing file are those that the index lists.
     Raises ValueError, naming the file, for a file that is missing or damaged, and for a file without a tensor that
     the index places there.
     """
@@ -56,21 +56,21 @@ def tensor_files(folder: str | os.PathLike[str], *, partial: bool = False) -> di
             continue
         if not path.is_file():
             raise ValueError(
-                f"{path} is missing, but {CONFIG_NAME} or the index of this folder names it: expected it"
+                f"{path} is missing, but {CONFIG_NAME} or the index of this folder names it: expected this file"
             )
         with reading(f"{path} is not a readable safetensors file"), safe_open(path, framework="pt") as file:
             stored = set(file.keys())
         if absent := sorted(tensors - stored):
             raise ValueError(
                 f"{path} has no tensor {escaped(absent[0])!r}, which the index of this folder places there: expected "
-                "the files that the index was written for"
+                "the files for which the index was written"
             )
         files |= dict.fromkeys(stored, path)
     return files
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """Return a tensor of a file. Raises ValueError, naming the file, if it cannot be read."""
+    """Return a tensor of a file. Raises ValueError, naming the file, if the tensor cannot be read."""
     with reading(f"{path}: its weights cannot be read"), safe_open(path, framework="pt") as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor
@@ -79,15 +79,15 @@ def read_tensor(path: Path, name: str) -> Tensor:
 def require_index(index: str, content: dict[str, Any]) -> dict[str, str]:
     """Return the file of each tensor in an index.
 
-    content: the index, empty if there is none.
+    content: the content of the index, or {} if there is no index.
 
     Raises ValueError for files that are not safetensors files in the index's folder.
     """
     if content and not isinstance(content.get("metadata"), dict):
-        raise ValueError(f"{index} has no object 'metadata', which transformers needs: expected it, at least as {{}}")
+        raise ValueError(f"{index} has no object 'metadata', which transformers needs: expected at least {{}}")
     files = content.get("weight_map", None if content else {})
     if not isinstance(files, dict):
-        raise ValueError(f"{index}: weight_map is not an object that maps tensors to files")
+        raise ValueError(f"{index}: weight_map: expected an object that maps tensors to files")
     for file in files.values():
         if not isinstance(file, str) or not file.endswith(SAFETENSORS) or os.path.basename(file) != file:
             raise ValueError(f"{index} names the file {file!r:.80}: {EXPECTED}")
@@ -105,7 +105,7 @@ def named_weights(folder: str, config: dict[str, Any]) -> str | None:
 
 
 def json_object(name: str | os.PathLike[str], file: str, revision: str | None = None) -> dict[str, Any]:
-    """Return a JSON file of a folder or hub id, or {} if the file is not found.
+    """Return the object in a JSON file of a folder or hub id, or {} if the file is not found.
 
     Raises ValueError for a file that is not a JSON object.
     """
@@ -124,7 +124,7 @@ def json_object(name: str | os.PathLike[str], file: str, revision: str | None = 
 
 
 def _placed(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor in the index. Without an index, the only file has the key ""."""
+    """Return the file of each tensor in the index, or {"": file} for a single file without an index."""
     shown = escaped(os.fspath(folder))
     name = named_weights(shown, json_object(folder, CONFIG_NAME))
     if name is None:
@@ -137,8 +137,8 @@ def _placed(folder: Path) -> dict[str, str]:
 def model_fingerprint(folder: str | os.PathLike[str]) -> str:
     """Return a sha256 of a model folder's configuration, its weights and the code that the configuration names.
 
-    If the files exceed `WHOLE_BYTES` in total, the hash covers only the sizes and headers of the safetensors files
-    and samples of each tensor: it may miss a change of a few rows of a large matrix. Raises ValueError for a
+    If the files exceed `WHOLE_BYTES` in total, the hash covers safetensors files only by their sizes, their headers
+    and samples of each tensor, so it may miss a change of a few rows of a large matrix. Raises ValueError for a
     safetensors file with an unreadable header.
     """
     root, digest = Path(folder), hashlib.sha256()
@@ -176,7 +176,7 @@ def _ranges(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
     file.seek(0)
-    # pieces of this length are sampled completely, so the samples cover the header
+    # ranges of at most this length are sampled completely, so the samples cover the header
     step = _SAMPLES * _SAMPLE_BYTES
     yield from ((first, min(first + step, header_stop)) for first in range(0, header_stop, step))
     yield from ranges

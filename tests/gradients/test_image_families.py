@@ -142,7 +142,7 @@ def test_a_part_that_a_model_does_not_have_is_refused() -> None:
     text = Decoder(build("llama"), verify=False)
     train_parts(text, [LANGUAGE])
     assert all(weight.requires_grad for weight in text.parameters())
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM .* has no part that is its vision: expected .* language"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM .* has no part called vision: expected .* language"):
         train_parts(text, [LANGUAGE, VISION])
 
 

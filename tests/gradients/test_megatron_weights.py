@@ -78,7 +78,7 @@ class OneLayer(nn.Module):
 
 
 def test_a_parameter_without_a_name_in_the_family_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^parameter 'decoder\.layers\.0\.norm\.scale' .* no name in a llama model"):
+    with pytest.raises(ValueError, match=r"^parameter 'decoder\.layers\.0\.norm\.scale' .* unknown in a llama model"):
         weight_table([OneLayer("scale", 4)], model_config(Case("llama")), Place())
 
 

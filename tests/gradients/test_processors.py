@@ -311,7 +311,7 @@ TRAINED = PolicyTargets(LABELS_BS, **CONSTANTS | {"old_log_probs_T": torch.zeros
             0,
             "signal is missing: expected a teacher's",
         ),
-        (policy_gradient(), SAMPLED, 1, "at depth 1: expected 0, the head that tokens are drawn from; by_depth("),
+        (policy_gradient(), SAMPLED, 1, "expected depth 0, from whose logits tokens are sampled; by_depth("),
         (policy_gradient(kl_scale=0.1), SAMPLED, 0, "kl_scale=0.1 without reference_log_probs_T: expected both, or"),
         (policy_gradient(), TRAINED, 0, "old_log_probs_T requires grad: expected a constant; detach it"),
         (cross_entropy(), Targets(LABELS_BS[:, 1:]), 0, "has 32 tokens, the student 34"),

@@ -122,7 +122,7 @@ def test_flash_attention_gets_one_row() -> None:
             expected = decoder(position_ids=positions, **inputs)
             decoder.pretrained.set_attn_implementation(FLASH)
             torch.testing.assert_close(decoder(position_ids=positions, **inputs), expected)
-    with pytest.raises(ValueError, match="got cache_position with position_ids: expected tensors of the tokens"):
+    with pytest.raises(ValueError, match="got cache_position with position_ids: expected tensors whose shape"):
         decoder(ids_BS, positions_BS, cache_position=torch.arange(6))
 
 

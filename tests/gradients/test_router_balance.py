@@ -173,7 +173,7 @@ def test_without_gradients_and_outside_of_the_context_nothing_is_balanced_and_a_
 def test_models_and_routers_without_hooks_are_refused() -> None:
     with pytest.raises(ValueError, match="model type 'llama' has no routers with an auxiliary loss"):
         balance_routers(Decoder(build("llama"), verify=False))
-    with pytest.raises(ValueError, match=r"without a RouterBalance: expected Decoder\.add_layer_loss before"):
+    with pytest.raises(ValueError, match=r"has no RouterBalance: expected a call of Decoder\.add_layer_loss before"):
         decoder(FAMILIES["olmoe"]).layer_loss(RouterBalance)
 
 

@@ -119,4 +119,4 @@ def test_parity_compares_every_pair_of_axes() -> None:
 def test_a_machine_without_a_gpu_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path, family="qwen3", **{"parallel.engine": "megatron"})
     refused = run("distill", tmp_path / "run.yaml", code=1)
-    assert "parallel.engine: megatron on cpu: Megatron-Core requests CUDA devices; expected a machine" in refused.err
+    assert "parallel.engine: megatron on cpu: Megatron-Core needs CUDA devices; expected a machine" in refused.err

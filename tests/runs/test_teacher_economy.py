@@ -203,7 +203,7 @@ def test_a_wrong_scale_is_noticed_in_the_last_rows(tmp_path: Path) -> None:
 
 def test_a_model_that_is_quantized_already_is_not_quantized_again(folder: Path, tmp_path: Path) -> None:
     Decoder.from_pretrained(folder / "teacher", quantize="nf4").pretrained.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="its weights are quantized already: expected no further quantization"):
+    with pytest.raises(ValueError, match="its weights are already quantized: expected no second quantization"):
         Decoder.from_pretrained(tmp_path, quantize="int8")
 
 

@@ -212,7 +212,7 @@ def test_a_stage_without_an_adapter_ends_with_one_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (["lm_head"], "'lm_head' is the output head ('lm_head', tied to the other one), which cannot have a LoRA"),
+        (["lm_head"], "'lm_head' is the output head ('lm_head', whose weight is tied), which cannot have a LoRA"),
         (["embed_tokens"], "'embed_tokens' is the input embedding ('model.embed_tokens', tied"),
         (
             ["q_proj", "qproj"],

@@ -165,7 +165,7 @@ def test_weights_that_are_not_finite() -> None:
     [
         # a persistent buffer that reaches no hidden states: it decides between experts
         ("deepseek_v3", "e_score_correction_bias", "the checkpoint is damaged or, for a new model, the tensor"),
-        ("llama", "inv_freq", "no file holds this buffer, so the model's code has initialised it in this way"),
+        ("llama", "inv_freq", "no file has this buffer, so the model's code has computed it from the configuration"),
     ],
 )
 def test_buffers_that_are_not_finite(family: str, part: str, message: str) -> None:
@@ -182,7 +182,7 @@ def test_buffers_that_are_not_finite(family: str, part: str, message: str) -> No
 def test_a_configuration_that_makes_a_buffer_not_finite(tmp_path: Path, theta: float) -> None:
     rope = {"rope_type": "default", "rope_theta": theta}
     build_causal("llama", rope_parameters=rope).save_pretrained(tmp_path)
-    message = r"values of 'backbone\.rotary_emb\.inv_freq' are NaN or infinite: no file holds this buffer"
+    message = r"values of 'backbone\.rotary_emb\.inv_freq' are NaN or infinite: no file has this buffer"
     with pytest.raises(ValueError, match=message):
         Decoder.from_pretrained(tmp_path, dtype="float32")
     decoder = empty_decoder(tmp_path)
@@ -288,7 +288,7 @@ def test_the_name_is_passed_on_unchanged(name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ["nobody-here/no-such-model", "/no/such/folder", "no_such_folder", "a/b/c"])
 def test_a_model_that_does_not_exist_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert_short_error(name, f"model '{name}' is not a folder here, .*Expected a folder with config.json")
+    assert_short_error(name, f"model '{name}' is not a folder on this machine, .*Expected a folder with config.json")
 
 
 def assert_short_error(name: str | Path, message: str) -> None:
@@ -332,7 +332,7 @@ def test_a_narrow_dtype_that_nobody_named_is_warned_of(name: Any, dtype: torch.d
     assert {parameter.dtype for parameter in decoder.parameters()} == {dtype}
     messages = [str(warning.message) for warning in caught if warning.filename == __file__]
     assert len(messages) == (name is None)
-    assert all("computes in bfloat16, in which its weights were saved" in message for message in messages)
+    assert all("computes in bfloat16, the dtype of its saved weights" in message for message in messages)
     if dtype is torch.float32:  # float32 is what a model computes in anyway
         decoder.save_pretrained(tmp_path / "wide")
         with warnings.catch_warnings():

@@ -43,19 +43,19 @@ def test_refusals(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"model type '{family}'\) cannot have layers .* it has {why}"):
             MultiTokenDecoder.new(Decoder(build(family)), 1)
     main = Decoder(AutoModelForCausalLM.from_config(MAKERS["glm4_moe"]()).eval())
-    with pytest.raises(ValueError, match=r"0 further depths of a .*'glm4_moe'.*expected 1 or more"):
+    with pytest.raises(ValueError, match=r"0 MTP layers for a .*'glm4_moe'.*expected 1 or more"):
         MultiTokenDecoder.new(main, 0)
-    with pytest.raises(ValueError, match=r"2 further depths of a .*'mellum'.*expected 1"):
+    with pytest.raises(ValueError, match=r"2 MTP layers for a .*'mellum'.*expected 1"):
         make("mellum", 2)
     main.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"lacks weights of its 1 further depths: expected model\.layers\.2\.\*"):
+    with pytest.raises(ValueError, match=r"lacks weights of its 1 MTP layers: expected tensors model\.layers\.2\.\*"):
         MultiTokenDecoder.from_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
     make("glm4_moe", 1).save_pretrained(tmp_path)  # a model.safetensors with other MTP layers
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "other.safetensors"}))
     with pytest.raises(
-        ValueError, match=r"main model is that of 'other\.safetensors', .* only from model\.safetensors"
+        ValueError, match=r"main model was read from 'other\.safetensors', .* only from model\.safetensors"
     ):
         MultiTokenDecoder.from_pretrained(tmp_path)
 

@@ -60,16 +60,16 @@ def test_shift_for_mtp_stays_within_documents() -> None:
         (lambda: PolicyTargets(LABELS_BS, advantages_T=SOME_T), f"old_log_probs_T {MISSING}"),
         (
             lambda: at_depth(cross_entropy(), Targets(LABELS_BS)),
-            "depth 1 of multi-token prediction with targets of 0 further depths: expected targets.shift_for_mtp(",
+            "depth 1 of multi-token prediction is missing in targets with 0 MTP depths: expected",
         ),
         (
             lambda: at_depth(selected_log_probs(), Targets(LABELS_BS).shift_for_mtp(POSITIONS_BS, 2), 3),
-            "targets of 2 further depths: expected targets.shift_for_mtp(position_ids, 3)",
+            "targets with 2 MTP depths: expected targets.shift_for_mtp(position_ids, 3)",
         ),
         (lambda: at_depth(DISTILLATION, DistillTargets(LABELS_BS)), "depth 1 of multi-token prediction"),
         (
             lambda: Targets(LABELS_BS).shift_for_mtp(POSITIONS_BS[:, 1:], 1),
-            "position_ids of shape (2, 16) for 34 labels: expected [B, S], all rows whole",
+            "position_ids of shape (2, 16) for 34 labels: expected [B, S] with B·S labels",
         ),
     ],
     ids=["advantages", "old", "ahead", "further", "taught", "rows"],

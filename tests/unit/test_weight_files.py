@@ -152,7 +152,7 @@ def test_a_wrong_index_is_named(tmp_path: Path, load: Callable[[Path], Decoder])
     name = next(name for name, file in files.items() if file == first)
     for wrong, message in (
         ({"weight_map": files}, f"{INDEX}:? has no object 'metadata'"),
-        ({"metadata": index["metadata"]}, f"{INDEX}:? weight_map is not an object"),
+        ({"metadata": index["metadata"]}, f"{INDEX}:? weight_map: expected an object"),
         (index | {"weight_map": files | {name: second}}, f"{second} has no tensor '{name}'"),
     ):
         (tmp_path / INDEX).write_text(json.dumps(wrong))
