@@ -95,7 +95,8 @@ def add_adapter(chunks: Sequence[Any], table: WeightTable, decoder: Decoder) -> 
     table: the blocks of the chunks' own weights.
 
     Returns `table` with the blocks of the matrices, which have no values yet. Without an adapter, returns `table` and
-    changes nothing. Raises ValueError for an adapter with dropout, and if no parameter of a chunk is trained.
+    changes nothing. Raises ValueError for an adapter with dropout or on a layer that cannot have one, and if no
+    parameter of a chunk is trained.
     """
     lora = decoder.lora
     if lora is None:
@@ -153,9 +154,12 @@ def _add_branch(
     path: the layer's name in the chunk.
     blocks: the blocks of the layer's weight.
     """
-    # routers, experts and shared experts, which can communicate outside their layers, are not adapted
-    assert isinstance(layer, ColumnParallelLinear | RowParallelLinear), path
-    assert not layer.explicit_expert_comm, path
+    # experts and shared experts can communicate outside of their layers, which then return no finished output
+    if not isinstance(layer, ColumnParallelLinear | RowParallelLinear) or layer.explicit_expert_comm:
+        raise ValueError(
+            f"student.adapter: {path} is a {type(layer).__name__}, which cannot have a LoRA with parallel.engine: "
+            "megatron; expected targets that name other layers, or parallel.engine: torch"
+        )
     rows: list[tuple[str | None, int]] = []
     matrices: dict[str, Block] = {}
     heights: defaultdict[str, int] = defaultdict(int)

@@ -225,9 +225,10 @@ def target_names(decoder: Decoder, targets: str | list[str]) -> list[str]:
                 f"{', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
             )
         for name in selected:
-            if modules[name] is head or modules[name] is embedding:
+            is_tied = head.weight is embedding.weight
+            if modules[name] is head or (modules[name] is embedding and is_tied):
                 which = "output head" if modules[name] is head else "input embedding"
-                shared = ", whose weight is tied" if head.weight is embedding.weight else ""
+                shared = ", whose weight is tied" if is_tied else ""
                 raise ValueError(
                     f"'{target}' is the {which} ('{name}'{shared}), which cannot have a LoRA: the objective reads "
                     f"only the head's weight, without a LoRA. Expected {ALL_LINEAR}, or layers of the backbone"
