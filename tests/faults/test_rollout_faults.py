@@ -127,7 +127,7 @@ def test_a_server_that_restarts_is_given_the_weights_again(student: Student, ser
             wait_for_tokens(server, requests, count, any)
             server.restart()
         student.assert_all_written(requests, futures, {2})
-    assert any("has other weights than it was given" in line for line in lines)
+    assert any("does not have the weights that it was given" in line for line in lines)
 
 
 def test_of_two_servers_one_dies_during_an_update_and_comes_back(
