@@ -30,7 +30,7 @@ class RemoteWeights(Protocol):
     """The weights of the servers of a `RemoteEngine`.
 
     top_tokens: the top token and its log-probability after each of some fixed prompts.
-    probed: for each server, by its URL, the completions of the probe requests, from the weights it has loaded last.
+    probed: by each server's URL, its completions of the probe requests, with the weights that it has loaded last.
     """
 
     @property
@@ -138,7 +138,7 @@ class InJobEngine:
 
         inbox: the first rank's inbox, which gets all completions. If the inbox `is_early`, it gets each completion as
             soon as this completion ends.
-        box: the name under which the other ranks send completions as soon as they end; see `EarlyMessages`.
+        box: the name under which the other ranks send each completion as soon as it ends; see `EarlyMessages`.
         """
         early: CompletionCallback | None = inbox.put if inbox is not None and inbox.is_early else None
         if self._is_single_process:
@@ -147,7 +147,7 @@ class InJobEngine:
             self.generator.check(requests)
             batches = self._ranks.share(self.generator.batches(requests, least=self._ranks.size))
             receives: AbstractContextManager[object] = nullcontext()
-            if box is not None and early is not None:  # the first rank
+            if box is not None and early is not None:  # this is the first rank
                 others = len(requests) - sum(map(len, batches))
                 receives = self._messages.received(box, others, early)
             elif box is not None:
@@ -180,7 +180,7 @@ class InJobEngine:
 class StudentCopy:
     """A full copy of a sharded student on each rank, because transformers' `generate` needs a full model.
 
-    All ranks must create it together. It has the student's dtype and device.
+    All ranks must create the copy together. The copy has the student's dtype and device.
 
     build: returns the full student as `ModelSource.build` does, with arbitrary weights or on the meta device.
 

@@ -216,8 +216,8 @@ _AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 class RolloutSchedule:
     """Decides when groups of samples are requested and which groups a step trains on.
 
-    At step s, when the weights have version s, all groups of the steps up to s + ahead have been requested. Every
-    group is trained exactly once, and at most `max_staleness` steps after its request.
+    At step s, when the weights have version s, all groups of the steps up to s + ahead have been requested. Exactly
+    one step trains on each group, at most `max_staleness` steps after the group's request.
 
     ahead: 0 for sync, 1 for one_step_off, 2 for two_step_off, and half of `max_staleness` (rounded up) for async, so
         that a group can be delayed by the other half.

@@ -255,7 +255,7 @@ def _write_manifest(
     for path in sorted(partial.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             tensors |= dict.fromkeys(file.keys(), path.name)
-            dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 the file is no dict
+            dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 `file` is no dict
     manifest = WeightsManifest(
         version=version,
         run=run,

@@ -30,8 +30,8 @@ class AdapterBase(BaseModel):
     """The model on which an adapter was trained.
 
     fingerprint: the hash of the model's files (`model_fingerprint`).
-    dtype: the dtype of its weights in the run.
-    quantize: the quantization of its linear layers, or None.
+    dtype: the dtype of the model's weights in the run.
+    quantize: the quantization of the model's linear layers, or None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

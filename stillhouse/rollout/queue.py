@@ -59,7 +59,7 @@ class RolloutQueue:
         #: the samples that an engine in this job is generating together, if they have several turns; otherwise empty
         self._incomplete: frozenset[int] = frozenset()
         self._trained: set[int] = set()
-        self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # by step, the groups it took, until `trained`
+        self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # the groups that each step took, until `trained`
         #: for the samples of the last `take`, the times of the first request and of the last finished sample
         self.taken_times = (0.0, 0.0)
 
@@ -146,8 +146,8 @@ class RolloutQueue:
         """The state for a checkpoint.
 
         After a resume, unfinished samples and rewards are requested again. If an engine in this job has failed, all
-        samples of several turns that were requested together are requested again: without those that have finished,
-        the engine would get other batches, with other rounding errors.
+        samples of several turns that were requested together are requested again. If only the unfinished samples were
+        requested again, the engine would get other batches, with other rounding errors.
         """
         self._keep(self.samples.salvage())
         groups = {group: samples for taken in self._taken.values() for group, samples in taken.items()}

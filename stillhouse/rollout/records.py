@@ -25,7 +25,7 @@ class Sampling:
     max_new_tokens: the maximum number of tokens of a completion, including its end of sequence.
     temperature: divides the logits; 0 means greedy decoding.
     top_p: the limit of nucleus sampling; 1 switches this filter off.
-    top_k, min_p: the limits of these filters; 0 switches a filter off.
+    top_k, min_p: the limits of the top-k filter and of the min-p filter; 0 switches a filter off.
     stop: texts. A completion ends as soon as it contains one of these texts, which remains part of the completion.
     eos_ids: token ids. A completion ends with the first of these tokens that is generated.
     """

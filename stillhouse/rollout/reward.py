@@ -68,8 +68,9 @@ class RepeatedCall:
 class WeightedCall:
     """A part of a reward, and the call that computes it.
 
-    calls, key, path: the arguments and the object for the call of the user's function or server. If `calls` is None,
-        the sample's object in the environment gives the part.
+    calls: makes the call of the user's function or server, or None if the sample's object in the environment gives
+        the part.
+    key, path: the arguments of the call that name the function or the server (see `Calls`).
     takes_turns: whether the call has an argument for the turns.
     repeated: repeats the first call. If it is None, no call is repeated.
     """
@@ -98,7 +99,7 @@ class RewardSum:
         turns: Sequence[Turn],
         object_reward: Future[float] | None = None,
     ) -> "PendingReward":
-        """Request the reward of a completion. Functions in this process raise UserFunctionError at once.
+        """Request the reward of a completion. A function in this process raises UserFunctionError at once.
 
         source: `file:line` of the record.
         turns: the turns and the replies of the completion, in their order.
@@ -162,7 +163,8 @@ def with_advantages(
     """Return the samples of one prompt with their advantages: the reward minus the mean reward of the prompt.
 
     With "normalized", the difference is divided by the standard deviation of these rewards (Shao et al. 2024,
-    arXiv:2402.03300, section 4.1.2); it is 0 if `rewards_are_equal`. Without rewards, the samples are not changed.
+    arXiv:2402.03300, section 4.1.2), or the advantage is 0 if `rewards_are_equal`. Samples without rewards are
+    returned without a change.
 
     Raises ValueError for centered advantages that float32 cannot represent.
     """

@@ -145,10 +145,8 @@ class CompletionCalls:
         """Start the workers, and open the reward servers.
 
         rollouts, samplings: the section rollout and the sampling settings for each source of prompts.
-
         reward_key: the key of the configuration that has the rewards.
-        compare_first: whether the first call of each reward is repeated. A warning is printed if the reward then
-            depends on more than its arguments.
+        compare_first: whether the first call of each reward is repeated. A warning is printed if the results differ.
         """
         rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]
         environments = [environment_of(source) for source in rollouts]
