@@ -30,7 +30,7 @@ from stillhouse.user_code.functions import (
     shown,
 )
 
-#: the methods of a class with tools that are not tools, and their parameters
+#: in a class with tools, the methods that are not tools, with their parameters
 _NO_TOOLS = {"reset": ("prompt", "record"), "close": ()}
 #: the beginning of a reply that reports an error to the model
 ERROR = "Error: "
@@ -58,7 +58,7 @@ def checked_text(environment: UserFunction, value: Any, about: str) -> str | Non
         return None
     if not isinstance(value, str):
         raise UserFunctionError(f"{environment} gives {shown(value)}{about}: expected a text, or None at the end")
-    reply = str.__str__(value)  # a subclass may override methods
+    reply = str.__str__(value)  # a subclass of str can override methods
     try:
         reply.encode()
     except UnicodeEncodeError as error:

@@ -28,8 +28,8 @@ _LOST = f"{ERROR}the tool did not return"
 
 
 class TextReplies(TurnReplies):
-    """The texts of an environment (`rollout.environment`) as replies. They can have any tokens except placeholders of
-    media.
+    """The texts of an environment (`rollout.environment`) as replies. A reply can have any tokens except placeholders
+    of media.
 
     prompt: the generation prompt of the chat template, or "".
     warn: called at most once, in any thread, with a warning, if the reply to a complete turn of a conversation does
