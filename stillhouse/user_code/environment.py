@@ -107,7 +107,7 @@ class Episode:
     turns: the texts of the model's turns in their order, or the calls of tools in these turns. If `turns` is empty
         and no reward is wanted, the sample has ended, and its object is no longer needed.
     replies: the replies to all turns, or to all turns but the last.
-    wants_reward: whether the call asks for the object's reward. The last turn may then have no reply.
+    wants_reward: whether the call asks for the object's reward. In such a call, the last turn can be without a reply.
     """
 
     number: int

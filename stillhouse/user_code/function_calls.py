@@ -79,7 +79,7 @@ class FunctionCalls:
             reward with a parameter `turns` also the turns.
 
         If the call fails, or if it has not returned in two workers, the future raises UserFunctionError. Without
-        workers, this method raises it. If the calls are closed, the future can remain pending forever.
+        workers, this method raises it. After `close`, the future can remain pending forever.
         """
         if not self.are_elsewhere:
             started, future = time.monotonic(), Future[Any]()
@@ -108,7 +108,7 @@ class FunctionCalls:
         return times
 
     def close(self) -> None:
-        """Kill the workers and the programs that they have started. Futures of open calls may never be done."""
+        """Kill the workers and the programs that they have started. Futures of open calls can remain pending."""
         with self._changed:
             self._is_closed = True
             for worker in self._workers:

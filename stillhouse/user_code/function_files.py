@@ -32,7 +32,7 @@ def require_in_file(path: str, hint: str = "") -> None:
     for part in rest:
         if spec is None:
             break
-        if spec.submodule_search_locations is None:  # not a package; only an import shows if it still has submodules
+        if spec.submodule_search_locations is None:  # not a package, but its import can create submodules
             return
         names = _names(path, spec)
         parents.append(part)

@@ -85,7 +85,11 @@ class Turn(TypedDict):
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function of the user. key: the configuration key that names it. path: `package.module:function`."""
+    """A function of the user.
+
+    key: the configuration key that names this function.
+    path: `package.module:function`.
+    """
 
     key: str
     path: str
@@ -96,7 +100,7 @@ class UserFunction:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the function has a parameter `turns`. If a decorator has wrapped the function in one that accepts
+        """Whether the function has a parameter `turns`. If a decorator wraps the function and the wrapper accepts
         `**`, the parameters of the wrapped function count, too.
         """
         try:
@@ -294,7 +298,10 @@ def shown(value: Any) -> str:
 
 
 def copied_record(record: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """A deep copy of a record. Raises UserFunctionError if it is nested too deeply. source: the `file:line`."""
+    """A deep copy of a record. source: `file:line` of the record.
+
+    Raises UserFunctionError if the record is nested too deeply.
+    """
     try:
         return copy.deepcopy(record)
     except RecursionError as error:

@@ -177,7 +177,7 @@ class Worker:
     def end(self) -> None:
         """Kill the processes and wait for their end. Must be called only once."""
         self.kill()
-        self._process.kill()  # a function may have left the group
+        self._process.kill()  # a function can have moved the process out of the group
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         self._process.wait()
