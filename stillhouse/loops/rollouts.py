@@ -28,7 +28,7 @@ from stillhouse.rollout.rollout import ERRORS, Rollout
 from stillhouse.rollout.user_functions import CompletionCalls, warn
 from stillhouse.user_code.environment import environment_of
 
-#: a generation batch has this many times the tokens of a training micro-batch, because it keeps far fewer activations
+#: a generation batch has this many times the tokens of a training micro-batch: generation keeps far fewer activations
 _BATCHES = 8
 #: the number of prompts with which a server's tokenizer is compared with the student's
 _PROBES = 16

@@ -307,7 +307,7 @@ def _saving_finished_steps(run: Training) -> Iterator[None]:
         yield
     except (SignalsLostError, UserFunctionError) as error:
         step, ranks = run.progress.step, run.session.models.ranks
-        saved = run.folder.checkpoints / folder_name(step) if step else None  # no checkpoint before the first step
+        saved = run.folder.checkpoints / folder_name(step) if step else None  # step 0 needs no checkpoint
         if saved is not None and not ranks.from_first(saved.exists()):
             saved = run.save(after_error=True)
         if stopped_by := ranks.largest(requested()):
