@@ -58,7 +58,7 @@ def write(
     with_label: bool,
     **flags: str | None,
 ) -> None:
-    """Write a cache; the same command continues an interrupted cache.
+    """Write a cache. The same command continues after an interruption.
 
     CONFIG is the configuration of a run. The cache uses its data, template, lengths and teacher. `--out` is the
     folder of the cache.

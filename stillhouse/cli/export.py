@@ -28,7 +28,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
     type=click.Choice(["float32", "bfloat16", "float16"]),
     help="The dtype of the weights. [default: the dtype of training]",
 )
-@click.option("--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest file; KB, MB or GB.")
+@click.option("--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Maximum per file (KB, MB, GB).")
 @click.option("--card/--no-card", default=True, help="Write a model card, README.md. [default: yes]")
 @click.option(
     "--mtp/--no-mtp",
@@ -39,7 +39,8 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 @click.option(
     "--push",
     metavar="NAME/NAME",
-    help="Upload the folder to this model repository of the hub, with the token HF_TOKEN. New ones are private.",
+    help="Upload the folder to this model repository of the hub, with the token HF_TOKEN. A new repository is"
+    " private.",
 )
 def export(
     path: Path,

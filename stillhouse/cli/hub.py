@@ -17,7 +17,7 @@ SECONDS = 4.0
 #: a file that every model has
 CONFIG = "config.json"
 _ADDRESSES = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-_PORTS = {"http": 80, "": 80, "https": 443}  # any other scheme is SOCKS
+_PORTS = {"http": 80, "": 80, "https": 443}  # every other scheme is SOCKS, with port 1080
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -40,7 +40,7 @@ def settle_offline(names: Iterable[str | None]) -> None:
             endpoint = urlsplit(proxy if "//" in proxy else f"//{proxy}")
         host, port = endpoint.hostname or "", endpoint.port or _PORTS.get(endpoint.scheme, 1080)
         socket.create_connection((host, port), timeout=SECONDS).close()
-    except ValueError as error:  # also for an invalid host name
+    except ValueError as error:  # an invalid host name also raises ValueError
         # only the names of the variables are shown, because addresses can contain passwords
         variables = " and ".join(name for name in os.environ if name.upper() in _ADDRESSES)
         raise ValueError(
