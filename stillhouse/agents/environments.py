@@ -29,7 +29,7 @@ class TextEnvironment(Environment):
 
     @cached_property
     def functions(self) -> list[UserFunction]:
-        """The function or class, imported at the first use, because the data of a run need only tools."""
+        """The function or class of the user, imported at the first use, because loading data does not need it."""
         from stillhouse.config import as_config_error
         from stillhouse.config.section import function_hint
 

@@ -1,8 +1,8 @@
 """Environments and tools with state: for each sample, an object that gets the sample's turns.
 
 An object exists only in the process of its calls. If the object is lost because its process has ended, a new object
-gets the earlier turns again. So an environment that depends only on its arguments gives the replies of an undisturbed
-run. Tools (`rollout.tools`) are functions, and the methods of classes with state per sample.
+gets the earlier turns again. So an environment that depends only on its arguments gives the same replies as in a run
+without lost processes. Tools (`rollout.tools`) are functions, and methods of classes that have a state per sample.
 """
 
 import inspect
@@ -30,14 +30,14 @@ from stillhouse.user_code.functions import (
     shown,
 )
 
-#: the methods of a class with tools that are not tools, and their parameters
+#: in a class with tools, the methods that are not tools, with their parameters
 _NO_TOOLS = {"reset": ("prompt", "record"), "close": ()}
-#: the text of a reply that is an error begins with this
+#: the beginning of a reply that reports an error to the model
 ERROR = "Error: "
-#: a call that the model makes: the tool's name, the arguments, and the problem because of which it is not made, or ""
+#: a call that the model requests: the tool's name, the arguments, and the problem that prevents the call, or ""
 MadeCall = tuple[str, Mapping[str, Any], str]
 
-#: makes the object of a sample: start(prompt, record, about). The record is a copy for this call
+#: makes the object of a sample: start(prompt, record, about). The record is a copy that only this object gets
 Start = Callable[[str, Mapping[str, Any], str], "UserObject | _SampleTools"]
 
 
@@ -51,12 +51,14 @@ def checked_reply(
 
 
 def checked_text(environment: UserFunction, value: Any, about: str) -> str | None:
-    """A reply of an environment. Raises UserFunctionError unless it is None or a text that UTF-8 can represent."""
+    """Check and return a reply of an environment. Raises UserFunctionError unless the reply is None or a text that
+    UTF-8 can represent.
+    """
     if value is None:
         return None
     if not isinstance(value, str):
         raise UserFunctionError(f"{environment} gives {shown(value)}{about}: expected a text, or None at the end")
-    reply = str.__str__(value)  # a subclass may override methods
+    reply = str.__str__(value)  # a subclass of str can override methods
     try:
         reply.encode()
     except UnicodeEncodeError as error:
@@ -70,8 +72,8 @@ def checked_text(environment: UserFunction, value: Any, about: str) -> str | Non
 class Episodes:
     """The objects of samples in this process. name: the key and the user's class, for error messages.
 
-    have_state: whether the objects depend on earlier turns. If not, each turn has a new object, and a new object does
-        not get the earlier turns again: their calls could hang again, or give other replies at another time.
+    have_state: whether the objects depend on earlier turns. If not, each turn has a new object, which does not get
+        the earlier turns again: the calls in these turns could hang again, or give other replies at another time.
     """
 
     def __init__(self, name: str, start: Start, *, have_state: bool = True):
@@ -100,8 +102,8 @@ class Episodes:
             reply = kept.step(turns[number], about)
             if number < len(episode.replies) and reply != (before := episode.replies[number]):
                 raise UserFunctionError(
-                    f"{self._name} replies {shown(reply)} to a turn after it was started again, and {shown(before)} "
-                    f"before{about}: expected an environment that depends only on its arguments"
+                    f"{self._name} replies {shown(reply)} to a turn after it was started again, and replied "
+                    f"{shown(before)} before{about}: expected an environment that depends only on its arguments"
                 )
         self._objects[episode.number] = kept, len(turns)
         return kept.reward(about) if episode.wants_reward else reply
@@ -110,9 +112,10 @@ class Episodes:
 class UserObject:
     """An object of a user's class, which was made and reset for a sample.
 
+    of: the user's class.
     about: a text for error messages, which names the completion.
 
-    Raises UserFunctionError if this fails.
+    Raises UserFunctionError if the object cannot be made or reset.
     """
 
     def __init__(self, of: UserFunction, prompt: str, record: Mapping[str, Any], about: str):
@@ -120,7 +123,7 @@ class UserObject:
         value = self.method("reset")(prompt, record, about=about)
         if value is not None:
             raise UserFunctionError(
-                f"{of}.reset gives {shown(value)}{about}: expected None, because the data have the prompt"
+                f"{of}.reset gives {shown(value)}{about}: expected None, because the prompt comes from the data"
             )
 
     def method(self, name: str) -> UserFunction:
@@ -131,12 +134,12 @@ class UserObject:
         return checked_text(self.of, self.method("step")(turn, about=about), about)
 
     def reward(self, about: str) -> float:
-        """The reward of the sample, which ends with the turns so far."""
+        """The reward of the sample, after its last turn."""
         method = self.method(REWARD_METHOD)
         return checked_number(method, method(about=about), about)
 
     def close(self, about: str) -> None:
-        """The sample has ended: call the method close, if there is one."""
+        """End the object after its sample has ended: call the method close, if the class has one."""
         if hasattr(self._made, "close"):
             self.method("close")(about=about)
 
@@ -146,7 +149,8 @@ class Tools:
 
     paths: the paths of functions and classes, as package.module:name. All public methods of a class are tools, except
         reset, close, and a method reward without arguments.
-    is_limited: whether the process has a limit of memory. An error because of this limit is then raised.
+    hint: returns a text that the error adds if the module of a path does not exist.
+    is_limited: whether the process has a limit of memory. A tool's MemoryError is then raised, not made a reply.
 
     Raises ValueError for a path that cannot be imported or is not a tool, and for two tools with the same name.
     """
@@ -167,12 +171,12 @@ class Tools:
             loaded = load_class(loaded, _NO_TOOLS)
             if not (names := _tool_names(loaded)):
                 raise ValueError(
-                    f"got {loaded.path!r}, a class without tools: expected public methods besides reset and close"
+                    f"got {loaded.path!r}, a class without tools: expected public methods other than reset and close"
                 )
             for name in names:
                 method = getattr(loaded.function, name)
                 if not isinstance(inspect.getattr_static(loaded.function, name), staticmethod):
-                    # transformers does not describe the `self` of a bound method
+                    # in a schema, transformers omits the `self` of a bound method
                     method = MethodType(method, object())
                 self._add(name, method, f"{loaded.path}.{name}")
             self.classes.append(loaded)
@@ -188,7 +192,7 @@ class Tools:
 
     def _add(self, name: str, described: Callable[..., Any], path: str) -> None:
         if name in self.described:
-            raise ValueError(f"got {path!r}, but there is another tool of this name: expected different names")
+            raise ValueError(f"got {path!r}, but another tool has the same name: expected different names")
         require_synchronous(path, described)
         self.described[name] = described
 
@@ -228,7 +232,7 @@ class _SampleTools:
             if cause is None or (self._is_limited and isinstance(cause, MemoryError)):
                 raise
             reply = f"{ERROR}{in_words(cause)}"
-        return reply.encode(errors="replace").decode()  # the model's JSON may have half of a surrogate pair
+        return reply.encode(errors="replace").decode()  # JSON of the model can contain half of a surrogate pair
 
 
 def _tool_names(of: UserFunction) -> list[str]:

@@ -23,15 +23,17 @@ from stillhouse.user_code.functions import UserFunctionError
 _CHARACTERS, _MARGIN = 16, 64
 #: the end of a reply that was cut
 _CUT = "\n[The rest of this reply was cut.]"
-#: the reply of tools that have not returned within `rollout.worker_timeout`, or have ended their process
+#: the reply if tools have not returned within `rollout.worker_timeout`, or have ended their process
 _LOST = f"{ERROR}the tool did not return"
 
 
 class TextReplies(TurnReplies):
-    """The texts of an environment (`rollout.environment`). They may have any tokens except placeholders of media.
+    """The texts of an environment (`rollout.environment`) as replies. A reply can have any tokens except placeholders
+    of media.
 
     prompt: the generation prompt of the chat template, or "".
-    warn: is called once, in any thread, if a reply of a conversation follows a complete turn and lacks this prompt.
+    warn: called at most once, in any thread, with a warning, if the reply to a complete turn of a conversation does
+        not end with the generation prompt.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class TextReplies(TurnReplies):
         return self._calls.request(sample.arguments, self._episode(sample))
 
     def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
-        """See `TurnReplies`. Warns if the reply follows a complete turn of a conversation and begins no new turn."""
+        """Return the reply (see `TurnReplies`). Warns if a reply to a complete turn of a conversation does not begin
+        a new turn of the student.
+        """
         if not (text := future.result()):
             return None
         is_complete = int(sample.turns[-1][-1]) in self._special
@@ -60,10 +64,10 @@ class TextReplies(TurnReplies):
         if self._warn is not None and is_complete and is_after_prompt and not text.rstrip().endswith(self._prompt):
             warn, self._warn = self._warn, None
             warn(
-                f"rollout.environment: the reply {text[:80]!r} follows a complete turn of a conversation without the "
-                f"generation prompt {self._prompt!r} of the chat template, so that the student goes on outside of a "
-                "turn: expected rollout.reply=user (or tool), with which the template writes replies as turns, or "
-                "replies with all text of a turn"
+                f"rollout.environment: the reply {text[:80]!r} follows a complete turn of a conversation without "
+                f"the generation prompt {self._prompt!r} of the chat template, so the student continues outside of a "
+                "turn: expected rollout.reply=user or rollout.reply=tool, with which the template writes replies as "
+                "turns, or replies that contain all text of a turn and the generation prompt"
             )
         try:
             part = beginning(lambda text: tokenize(self._tokenizer, [text], special=False)[0], text, most)
@@ -76,8 +80,10 @@ class TextReplies(TurnReplies):
 class MessageReplies(TurnReplies):
     """The texts of an environment as turns of the chat template (`rollout.reply`).
 
-    A turn ends with the template's end marker, or with a text of `rollout.stop`. If a turn ends with another
-    end-of-sequence token, the sample ends. has_stops: whether a turn may end with a text of `rollout.stop`.
+    A turn that gets a reply ends with the template's end marker, or with a text of `rollout.stop`. If a turn ends
+    with another end-of-sequence token, the sample ends.
+
+    has_stops: whether `rollout.stop` has texts.
     """
 
     def __init__(
@@ -107,12 +113,12 @@ class MessageReplies(TurnReplies):
 class ToolReplies(TurnReplies):
     """The replies of the tools that a turn calls, as the chat template writes them (`rollout.tools`).
 
-    A turn ends with the template's end marker, or with a text of `rollout.stop`. If a turn ends with another special
-    token, or has no call, the sample ends.
+    A turn that gets a reply ends with the template's end marker, or with a text of `rollout.stop`. If a turn ends
+    with another special token, or has no call, the sample ends.
 
     most_tokens: the maximum number of tokens of a reply's text. A longer text is cut.
-    have_state: whether some tools have objects. If not, a lost call is not an error.
-    warn: is called, in any thread, with a line about lost calls.
+    have_state: whether some tools are methods of objects. If not, a lost call does not raise an error.
+    warn: called, in any thread, with a line about lost calls.
     """
 
     def __init__(
@@ -152,7 +158,7 @@ class ToolReplies(TurnReplies):
         return [(call.name, call.arguments, call.problem) for call in self._tool_calls(ids_N)]
 
     def _tool_calls(self, ids_N: np.ndarray) -> list[ToolCall]:
-        """The calls that a turn makes; none if it ends with another special token than the template's marker."""
+        """The calls that a turn makes. A turn that ends with another special token than the end marker makes none."""
         if ids_N[-1] == self._format.marker_id:
             ids_N = ids_N[:-1]
         elif int(ids_N[-1]) in self._special:
@@ -160,7 +166,7 @@ class ToolReplies(TurnReplies):
         return self._format.calls(self._tokenizer.decode(ids_N, clean_up_tokenization_spaces=False))
 
     def _bounded(self, text: str) -> str:
-        """The text, or its beginning and a sentence about the cut, with at most `most_tokens` tokens."""
+        """The text if it has at most `most_tokens` tokens; otherwise its beginning and `_CUT`, together as many."""
         most, count = self._most_tokens, len(beginning(self._format.text.ids, text, self._most_tokens))
         if count == len(text) and len(self._format.text.ids(text)) <= most:
             return text
@@ -180,11 +186,11 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def beginning(ids_of: Callable[[str], Sequence[int]], text: str, most: int) -> str:
-    """A text, or its beginning if it has far more than `most` tokens; the rest need not be tokenized. ids_of: returns
-    the tokens of a text.
+    """Return a text or, if it is long, a beginning with more than `most` tokens. So a long text need not be tokenized
+    completely. ids_of: returns the tokens of a text.
     """
     characters = _CHARACTERS * (most + 1)
-    # near the cut, the beginning may have other tokens than the full text, so a margin is needed
+    # near its end, the beginning can have other tokens than the full text, so a margin is needed
     while characters < len(text) and len(ids_of(text[:characters])) <= 2 * most + _MARGIN:
         characters *= 2
     return text[:characters]
@@ -193,9 +199,9 @@ def beginning(ids_of: Callable[[str], Sequence[int]], text: str, most: int) -> s
 def _text_reply(text: str, ids: Sequence[int], placeholders: Sequence[int]) -> Reply:
     """The reply of an environment.
 
-    placeholders: the ids of the tokens that stand for features of media.
+    placeholders: the ids of the placeholder tokens of media.
 
-    Raises UserFunctionError for a reply that has such a token.
+    Raises UserFunctionError for a reply with a placeholder token.
     """
     if not set(placeholders).isdisjoint(ids):
         raise UserFunctionError(

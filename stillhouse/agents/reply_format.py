@@ -1,7 +1,7 @@
-"""How a chat template writes replies after turns of the assistant. This is proven for each template.
+"""Writes replies after turns of the assistant as a chat template does, and proves for each template that this works.
 
-A reply follows the tokens that the model has generated, and these tokens do not change. So the template must write
-the same text after a turn of the assistant, whatever comes before this turn. In a reply, added tokens of the
+A reply follows the tokens that the model has generated, and these tokens do not change. So the text that the template
+writes after a turn of the assistant must not depend on the messages before this turn. In a reply, added tokens of the
 tokenizer are ordinary text, so a reply can neither end its turn nor begin a turn of the student.
 """
 
@@ -26,12 +26,14 @@ _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "now", "description": "Gives the time.", "parameters": {"type": "object", "properties": {}}},
 }
-#: replies that a template might change
+#: examples of replies: a template must write each of them without a change
 _REPLIES = (f"Reply{ANCHOR}", '75001 "b" <c>\n{d} [é]', "no")
 
 
 class OrdinaryText:
-    """Tokenizes added tokens of the tokenizer as ordinary text. key: the key of the configuration, for errors."""
+    """Tokenizes replies so that added tokens of the tokenizer become ordinary text. key: the configuration key that
+    errors name.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str):
         self.tokenizer, self.key = tokenizer, key
@@ -40,14 +42,16 @@ class OrdinaryText:
         self._added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
 
     def template_ids(self, text: str) -> list[int]:
-        """The tokens of a text of the chat template, including added tokens. Raises ValueError as `tokenize` does."""
+        """The tokens of a text that the chat template writes, in which added tokens keep their ids. Raises ValueError
+        for a text that `tokenize` refuses.
+        """
         try:
             return tokenize(self.tokenizer, [text], special=False)[0] if text else []
         except RecordError as error:
             raise ValueError(f"{self.key}: {error}") from error
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text alone, in which added tokens are ordinary text."""
+        """The tokens of the text of a reply, without a chat template. Added tokens become ordinary text."""
         ids, end = list[int](), 0
         for match in self._added.finditer(text):
             ids += self.template_ids(text[end : match.start()]) + self._without_token(match[0])
@@ -55,11 +59,10 @@ class OrdinaryText:
         return ids + self.template_ids(text[end:])
 
     def ids_within(self, write: Callable[[Sequence[str]], str], replies: Sequence[str]) -> list[int]:
-        """The tokens of a text that the chat template writes with replies.
+        """The tokens of a text that the chat template writes around replies. In the replies, added tokens become
+        ordinary text.
 
-        Added tokens in the replies are ordinary text.
-
-        write: returns the text with these replies.
+        write: returns the text of the template around the replies that it gets.
 
         Raises ValueError if a reply would still have an added token.
         """
@@ -79,8 +82,8 @@ class OrdinaryText:
         short_ids = self.template_ids(write(["a"] * len(replies)))
         if self._added_among(ids) != self._added_among(short_ids):
             raise ValueError(
-                f"{self.key}: the reply {replies[0][:80]!r} would have special tokens of the tokenizer, which cannot "
-                "be tokenized as ordinary text"
+                f"{self.key}: the reply {replies[0][:80]!r} contains special tokens of the tokenizer that cannot be "
+                "tokenized as ordinary text"
             )
         return ids
 
@@ -89,7 +92,7 @@ class OrdinaryText:
             ids = [index for piece in pieces for index in self.template_ids(piece)]
             if not self._added_among(ids):
                 return ids
-        raise ValueError(f"{self.key}: a reply has the token {added!r}, which cannot be written as ordinary text")
+        raise ValueError(f"{self.key}: a reply has the token {added!r}, which cannot be tokenized as ordinary text")
 
     def _added_among(self, ids: Sequence[int]) -> list[int]:
         return [index for index in ids if index in self._added_ids]
@@ -99,15 +102,16 @@ class TurnFormat:
     """Writes replies after turns of the assistant: the shared part of `ReplyFormat` and `ToolFormat`.
 
     processor: see `ChatTemplate`.
-    turns: a question, a turn of the assistant with the anchor, and a reply to it.
+    turns: a question, a turn of the assistant with the anchor, and a reply to this turn.
     tools: the tools of the conversation.
 
+    Attributes:
     text: tokenizes the texts of replies.
     marker_id: the special token with which the template ends a turn. If the template writes nothing after the last
-        turn (GLM), it is the header with which the reply begins.
+        turn (GLM), `marker_id` is the header token with which the reply begins.
     """
 
-    #: for errors: the key of the configuration, the text that the template writes, and the expected template
+    #: for errors: the key of the configuration, the text that the template cannot write, and the expected template
     _key: str
     _what: str
     _expected: str
@@ -134,7 +138,7 @@ class TurnFormat:
         self.marker_id: int = self.tokenizer.convert_tokens_to_ids(marker)
 
     def _prove_ids(self, messages: list[Message], tools: Tools, ids: list[int]) -> None:
-        """Raise ValueError unless a conversation ends with the generation prompt, and its suffix has these tokens."""
+        """Raise ValueError unless a conversation ends with the generation prompt and its suffix has these tokens."""
         complete, suffix = self._written(messages, tools, prompt=True), self._suffix(messages, tools)
         if not suffix.endswith(self.prompt):
             raise self._error(
@@ -142,13 +146,13 @@ class TurnFormat:
             )
         head = complete.removesuffix(suffix)
         if self.text.template_ids(complete) != self.text.template_ids(head) + ids:
-            raise self._error("writes replies of which the first token also has characters of the turn before")
+            raise self._error("writes replies whose first token also contains characters of the previous turn")
 
     def _suffix(self, messages: list[Message], tools: Tools = None) -> str:
         """The text that the template writes between the end of the anchor's turn and the next turn."""
         _, anchor, behind = self._written(messages, tools, prompt=True).partition(ANCHOR)
         if not anchor or not behind.startswith(self._tail):
-            raise self._error(f"ends a turn with {self._tail!r}, and with {behind[:60]!r} if a reply follows")
+            raise self._error(f"ends a turn with {self._tail!r}, but with {behind[:60]!r} if a reply follows")
         return behind.removeprefix(self._tail)
 
     def _written(self, messages: list[Message], tools: Tools = None, *, prompt: bool = False) -> str:
@@ -169,15 +173,15 @@ class ReplyFormat(TurnFormat):
 
     processor: see `ChatTemplate`.
 
-    Raises ValueError unless this is proven: after a turn of the assistant, the template writes its end marker, and
-    then a text with the unchanged reply that ends with the generation prompt. This text is the same after one turn
-    and after several, with and without a system message, and with and without tools, if the template accepts them.
-    Its tokens are the same as in the whole conversation.
+    Raises ValueError unless the following is proven. After a turn of the assistant, the template writes its end
+    marker, and then a text that contains the unchanged reply and ends with the generation prompt. This text is the
+    same after one turn and after several, with and without a system message, and with and without tools, if the
+    template accepts such conversations. The tokens of the text are the same as in the whole conversation.
     """
 
     _key = "rollout.environment"
     _expected = (
-        "one that writes replies as turns (data.chat_template), or rollout.reply=raw with replies that have all text "
+        "a data.chat_template that writes replies as turns, or rollout.reply=raw with replies that contain all text "
         "of a turn"
     )
 
@@ -213,15 +217,14 @@ class ReplyFormat(TurnFormat):
                 continue  # the template does not accept such prompts
             if (suffix := self._suffix([*history, *self._turns("a")[1:]], tools)) != plain_suffix:
                 raise self._error(
-                    f"writes a reply as {suffix!r:.200} after {name}, and as {plain_suffix!r:.200} without"
+                    f"writes a reply as {suffix!r:.200} after {name}, and as {plain_suffix!r:.200} otherwise"
                 )
 
     def reply_ids(self, reply: str, *, ends: bool = False) -> list[int]:
-        """The tokens between the end of a turn and the beginning of the next turn.
+        """The tokens between the end of a turn of the assistant and its next turn. Added tokens of the tokenizer in
+        the reply become ordinary text.
 
-        Added tokens of the tokenizer in the reply become ordinary text.
-
-        ends: whether the tokens begin with the turn's end marker, because the model has not generated it.
+        ends: whether the tokens begin with the turn's end marker, because the model has not generated the marker.
         """
         ids = self.text.ids_within(lambda replies: self._suffix(self._turns(replies[0])), [reply])
         return [self.marker_id, *ids] if ends else ids
@@ -231,7 +234,7 @@ class ReplyFormat(TurnFormat):
 
 
 def generation_prompt(tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None = None) -> str:
-    """The text that the chat template writes after a question for the next turn, or "" without such a text."""
+    """The generation prompt that the chat template writes after a question, or "" if it writes none."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return ""
     try:

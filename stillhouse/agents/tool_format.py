@@ -1,8 +1,8 @@
-"""The format in which a chat template writes calls of tools, and the replies to them. It is proven for each template.
+"""The format in which a chat template writes calls of tools and the replies to these calls.
 
-transformers' response templates parse a turn. The format of a template is not guessed from the model's name. The
-template writes calls of all tools, and a format is used only if it parses the same calls back. `FORMATS` has the
-common formats; a tokenizer may also have its own response template.
+The format of a template is not guessed from the model's name, but proven: the template writes calls of all tools, and
+a format is used only if it parses the same calls from this text. A format is a response template of transformers.
+`FORMATS` has the common formats, and a tokenizer can have a response template of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from stillhouse.display import first_line
 
 #: the JSON schema of a tool, as transformers' `get_json_schema` makes it
 Schema = dict[str, Any]
-#: the name of the tool in replies to calls of unknown tools; the template may write this name
+#: the name of the tool in replies to calls of unknown tools; some templates write the name into the reply
 UNKNOWN = "unknown_tool"
 #: errors of transformers' parser for a text that is not a call
 _UNPARSED = (ValueError, TypeError, KeyError, RecursionError)
@@ -30,15 +30,17 @@ _THOUGHTS: dict[str, Any] = {"reasoning_content": {"open": "<think>", "close": "
 
 
 def _format(opening: str, thoughts: Mapping[str, Any] = _THOUGHTS, **calls: Any) -> tuple[str, dict[str, Any]]:
-    """The text with which calls begin, and the response template. calls: additional entries of its field of calls.
-    The prefix of a turn is only the generation prompt, so no anchor is needed.
+    """Return the text with which calls begin, and the response template.
+
+    calls: additional entries of the template's field `tool_calls`.
     """
     tool_calls = {"repeats": True, "content": "json", "transform": _CALL} | calls
     fields = {**thoughts, "tool_calls": tool_calls, "content": {"content": "text"}}
+    # the prefix that the parser gets is only the generation prompt, so it needs no anchor to find the turn
     return opening, {"start_anchor": "\0", "fields": fields}
 
 
-#: the parser of the values of arguments in tags
+#: the parser for the values of arguments that are written in tags
 _TEXT = {"name": "text", "args": {"strip": False}}
 #: the common formats, by their names
 FORMATS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -89,7 +91,7 @@ FORMATS: Mapping[str, tuple[str, dict[str, Any]]] = {
                 **{"close": "<|end|>", "content": "text", "repeats": True, "join": "\n"},
             }
         },
-        # the template writes the header in another order than the model
+        # the template writes the parts of the header in another order than the model
         open_pattern=r"to=functions\.(?P<name>[^\s<]+)\s*(?:<\|channel\|>commentary)?\s*"
         r"(?:<\|constrain\|>)?\s*json<\|message\|>",
         close_pattern=r"<\|call\|>|$",
@@ -121,12 +123,12 @@ class ToolFormat(TurnFormat):
     schemas: the schemas of the tools.
     processor: see `ChatTemplate`.
 
-    Raises ValueError if no format is proven: if a call that the template writes is not parsed back as the same call,
-    if the template does not write a reply after the turn, or if it writes the turn differently with a reply.
+    Raises ValueError if no format parses the calls that the template writes as the same calls, if the template does
+    not write a reply after the turn, or if it writes the turn differently when a reply follows.
     """
 
     _key, _what = "rollout.tools", "a conversation with tools"
-    _expected = "calls of tools that can be parsed (data.chat_template), or a tokenizer with a response_template"
+    _expected = "a data.chat_template whose tool calls can be parsed, or a tokenizer with a response_template"
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], processor: MediaProcessor | None = None
@@ -134,7 +136,7 @@ class ToolFormat(TurnFormat):
         self.schemas, self.names = list(schemas), [schema["function"]["name"] for schema in schemas]
         super().__init__(tokenizer, processor, _replied(self.names[:1], ["a"]), self.schemas)
         if not self._prompted.startswith(self._before) or self._prompted == self._before:
-            raise self._error("has no generation prompt behind the messages")
+            raise self._error("has no generation prompt after the messages")
         if not self.marker:
             raise self._error(
                 f"does not write a call of {self.names[0]!r} with its argument and a special token at its end "
@@ -152,11 +154,14 @@ class ToolFormat(TurnFormat):
             suffix = self._suffix(messages, self.schemas)
             places = [suffix.find(text) for text in replies]
             if -1 in places or places != sorted(places):
-                raise self._error(f"does not write the replies of tools behind their calls, but {suffix[:300]!r}")
+                raise self._error(f"does not write the replies of tools after their calls, but {suffix[:300]!r}")
             self._prove_ids(messages, self.schemas, self.reply_ids(names, replies))
 
     def calls(self, turn: str) -> list[ToolCall]:
-        """The calls in a turn of the model without its end marker. The problem of a call is a text for the model."""
+        """The calls in a turn of the model. The problem of a call is a text for the model.
+
+        turn: the text of the turn without its end marker.
+        """
         try:
             message = parse_response(turn, self._parsed_by, prefix=self.prompt, tools=self.schemas)
         except _UNPARSED as error:
@@ -172,13 +177,13 @@ class ToolFormat(TurnFormat):
         """The tokens between the end of a turn and the beginning of the next turn (see `ReplyFormat`).
 
         names: the names of the tools that the turn calls.
-        replies: the texts of their replies.
+        replies: the texts of the tools' replies.
         """
         ids = self.text.ids_within(lambda texts: self._suffix(_replied(names, texts), self.schemas), replies)
         return [self.marker_id, *ids] if ends else ids
 
     def _proven(self) -> tuple[str, str, dict[str, Any]]:
-        """The title, the opening and the response template of the format that parses all calls back."""
+        """The title, the opening and the response template of the first format that parses all written calls."""
         formats, problem = dict(FORMATS), ""
         if parsed_by := getattr(self.tokenizer, "response_template", None):
             opening = parsed_by.get("fields", {}).get("tool_calls", {}).get("open")
@@ -195,13 +200,13 @@ class ToolFormat(TurnFormat):
             if not difference:
                 return title, opening, parsed_by
             problem = problem or difference
-        raise self._error(f"{problem}, and no other of the {len(formats)} formats gives it back")
+        raise self._error(f"{problem}, and none of the {len(formats)} formats parses all calls without a change")
 
     def _difference(self, calls: Sequence[tuple[str, Mapping[str, Any]]], parsed_by: dict[str, Any]) -> str:
-        """A description of the difference between a turn's calls and the calls that are parsed back, or ""."""
+        """A description of the difference between a turn's calls and the calls parsed from its text, or ""."""
         message = _calling(calls) if calls else {"role": "assistant", "content": "Nothing more is needed."}
         text = self._written([QUESTION, message], self.schemas)
-        # if the template also writes the generation prompt before this turn, it is the prefix for the parser
+        # if the template also writes the generation prompt before this turn, the parser gets it as the prefix
         prefix = self.prompt if text.startswith(self._prompted) else ""
         turn = text.removeprefix(self._prompted if prefix else self._before).rstrip().removesuffix(self.marker)
         expected = [{"name": name, "arguments": arguments} for name, arguments in calls]
@@ -212,7 +217,7 @@ class ToolFormat(TurnFormat):
                 return ""
         except _UNPARSED as error:
             parsed = first_line(error)
-        return f"writes {str(expected)[:100]} as {turn[-100:]!r}, which is parsed back as {parsed!r:.60}"
+        return f"writes {str(expected)[:100]} as {turn[-100:]!r}, which is parsed as {parsed!r:.60}"
 
     def _checked(self, call: Any) -> ToolCall:
         function = _bare(call.get("function")) if isinstance(call, dict) else None
@@ -226,7 +231,7 @@ class ToolFormat(TurnFormat):
 
 
 def _calling(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:
-    """A turn with calls. Mistral's templates require this form of the calls' ids."""
+    """A turn with calls. The ids of the calls have nine digits, because Mistral's templates require this."""
     message_calls = [
         {"id": f"{number:09d}", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
         for number, (name, arguments) in enumerate(calls)
@@ -245,7 +250,7 @@ def _replied(names: Sequence[str], replies: Sequence[str]) -> list[Message]:
 
 
 def _bare(function: Any) -> Any:
-    """A call without further keys such as an id. Different templates write empty arguments in different ways."""
+    """A call with only its name and arguments. Templates write empty arguments in different ways: they become {}."""
     if not isinstance(function, dict):
         return function
     return {"name": function.get("name"), "arguments": function.get("arguments") or {}}

@@ -1,7 +1,8 @@
 """The command line. It parses arguments first and imports large libraries later, so that `--help` answers at once.
 
-Exit codes: 0 success; 1 the command failed; 2 the arguments or the configuration are wrong (see `run`); 128 + n the
-command was stopped by signal n, such as 130 for Ctrl-C and 143 for SIGTERM (see `preemption.py`).
+The exit code is 0 after success, 1 if the command failed, and 2 if the arguments or the configuration are wrong (see
+`run`). It is 128 + n if signal n stopped the command, such as 130 for Ctrl-C and 143 for SIGTERM (see
+`preemption.py`).
 """
 
 import difflib
@@ -63,6 +64,7 @@ def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
 
     Errors that the user can fix are ValueError, OSError, a GPU out of memory and a lost connection to another rank.
     Their tracebacks are shown only with STILLHOUSE_TRACEBACK=1. Any other exception is a bug and keeps its traceback.
+
     ends_process: whether the caller ends the process after this call. If so, signals are ignored after the call.
     """
 
@@ -94,9 +96,9 @@ def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
             return _report(error, message + hint, USAGE)
         except RuntimeError as error:
             first = str(error).partition("\n")[0]
-            if type(error).__name__ == "OutOfMemoryError":  # torch's; compared by name to avoid the import
+            if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name to avoid importing torch
                 return _report(error, f"{first} {OUT_OF_MEMORY}", FAILED)
-            # torch.distributed raises this error if another process is lost; gloo raises RuntimeError
+            # if another process is lost, torch.distributed raises DistError, and its backend gloo raises RuntimeError
             kinds = {kind.__name__ for kind in type(error).__mro__}
             if "WORLD_SIZE" in os.environ and ("DistError" in kinds or "/gloo/" in str(error)):
                 what = re.sub(r"^\[\S*\] ", "", first).partition(". ")[0]  # without gloo's source location and advice
@@ -124,7 +126,7 @@ def cli(context: click.Context) -> None:
     \b
     stillhouse demo                          distill a small model, in minutes, without a download
     stillhouse check run.yaml                check everything before a long run
-    stillhouse plan run.yaml --ranks 64      memory and speed of a job on GPUs that are not here
+    stillhouse plan run.yaml --ranks 64      predict the memory and speed of a job on other GPUs
     stillhouse distill run.yaml train.learning_rate=2e-5
     stillhouse cache run.yaml --out caches/a write the teacher's signals once, for many runs
     stillhouse serve Qwen/Qwen3-8B           serve a teacher to runs on other machines
@@ -143,7 +145,7 @@ def _usage(error: click.ClickException) -> str:
         message = f"no such option {error.option_name!r}"
         if similar := difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.8):
             message += f"; did you mean {similar[0]}?"
-        # the option of a `configured` command may be the name of a key
+        # in a `configured` command, the user can have written the name of a key as an option
         elif error.ctx is not None and any(part.metavar == ARGUMENTS for part in error.ctx.command.params):
             with suppress(ValueError):  # the import fails if an add-on is refused
                 from stillhouse.config import RunConfig, override_hint
@@ -158,7 +160,7 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _same_command(arguments: Sequence[str], effect: str = "") -> str:
-    """The command and the effect of repeating it; if `effect` is empty, the effect after an interruption."""
+    """The command, and the effect of repeating it. If `effect` is empty, this is the effect after an interruption."""
     # torchrun's command line is not available here
     command = "the same command" if "RANK" in os.environ else f"`{shlex.join(['stillhouse', *arguments])}`"
     return f"{command} {effect or _EFFECTS.get(next(iter(arguments), ''), 'starts again')}"

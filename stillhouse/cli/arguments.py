@@ -22,7 +22,7 @@ OPTIONS = {
     "student.model": ("--student", "MODEL", "Model to train: hub id or folder"),
     "data.train": ("--data", "SOURCE", "JSONL, Parquet, folder or hub id"),
     "data.eval": ("--eval", "SOURCE|SHARE", "Held-out data, or a share of --data"),
-    "objective.loss": ("--loss", "SUM", "Such as 0.3*cross_entropy + 0.7*jsd(0.5)"),
+    "objective.loss": ("--loss", "SUM", "Objective, such as 0.3*cross_entropy + 0.7*jsd(0.5)"),
     "out": ("--out", "DIR", "Folder of the run"),
 }
 #: how the help of a `configured` command shows its arguments
@@ -48,10 +48,11 @@ def configured(command: Command) -> Command:
 def load_arguments(
     arguments: Sequence[str], flags: dict[str, str | None], needs: "Sequence[Need]" = ("data",)
 ) -> "RunConfig":
-    """The configuration from a command's file, options and overrides.
+    """Load the configuration from a command's file, options and overrides.
+
+    needs: see `check_local`.
 
     Raises ConfigError if a file, package or device is missing on this machine, before large libraries are imported.
-    needs: see `check_local`.
     """
     options = {name: value for name, value in flags.items() if value is not None}
     if not arguments and not options:
@@ -61,7 +62,7 @@ def load_arguments(
     files = [argument for argument in arguments if not is_override(argument)]
     file = files[0] if files else None
     if any(argument.startswith("=") for argument in arguments):
-        raise misused("an override has no spaces: train.learning_rate=2e-5")
+        raise misused("an override has no spaces: expected for example train.learning_rate=2e-5")
     if len(files) > 1:
         raise misused(f"got {len(files)} configuration files, expected one: {', '.join(files)}")
     if file is not None and is_data(file):
@@ -74,7 +75,8 @@ def load_arguments(
     from stillhouse.run.local_checks import check_local
 
     config = load_config(file, overrides, settings=settings_layer(options))
-    is_complete = "run" in needs and os.path.isdir(os.path.join(config.out, "model"))  # such a run needs nothing more
+    # a complete run is not trained again, so its data and models need not exist
+    is_complete = "run" in needs and os.path.isdir(os.path.join(config.out, "model"))
     sections = {"student": config.student, **config.teacher_sections}
     models = {f"{key}.model": (model.model, model.revision) for key, model in sections.items() if model.model}
     if not is_complete:
@@ -104,7 +106,7 @@ def is_override(argument: str) -> bool:
 
 
 def settings_layer(options: dict[str, str]) -> dict[str, Any]:
-    """The options as a layer of the configuration. Values are text; the value of `--eval` may also be a number."""
+    """The options as a layer of the configuration. Values are text; the value of `--eval` can also be a number."""
     settings: dict[str, Any] = {}
     for key, (flag, *_) in OPTIONS.items():
         value: str | float | None = options.get(flag.removeprefix("--"))
@@ -127,7 +129,7 @@ def quiet_libraries() -> None:
     The bars for reading and writing weights would break the live line of a run. When a rank ends unexpectedly, the
     C++ code would print a warning with a stack trace on all other ranks.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads the variable when it is imported
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils.logging import disable_progress_bar

@@ -47,9 +47,9 @@ def cache() -> None:
 @click.option("--signal", type=click.Choice(SIGNALS), help="hidden: exact, at any temperature. "
               "top_k: the most likely ids. sampled: sampled ids. [default: hidden; with teacher.url, "
               "teacher.signal]")  # fmt: skip
-@click.option("--top-k", type=click.IntRange(1), help="Ids per token of top_k; samples of sampled. [default: 64; 50]")
+@click.option("--top-k", type=click.IntRange(1), help="Ids (top_k) or samples (sampled) per token. [default: 64; 50]")
 @click.option("--dtype", help="float32, bfloat16 or float16. [default: the teacher's; float32 for top_k]")
-@click.option("--with-label", is_flag=True, help="With top_k, store the next token, too.")
+@click.option("--with-label", is_flag=True, help="With top_k, also store the next token.")
 def write(
     arguments: tuple[str, ...],
     signal: "SignalKind | None",
@@ -58,10 +58,10 @@ def write(
     with_label: bool,
     **flags: str | None,
 ) -> None:
-    """Write a cache; the same command continues an interrupted one.
+    """Write a cache. The same command continues after an interruption.
 
-    CONFIG is the configuration of a run: its data, template, lengths and teacher. `--out` is the folder of the
-    cache.
+    CONFIG is the configuration of a run. The cache uses its data, template, lengths and teacher. `--out` is the
+    folder of the cache.
 
     \b
     stillhouse cache run.yaml --out caches/a --signal top_k --top-k 64
@@ -80,7 +80,10 @@ def write(
         overrides = [f"teacher.{name}={value}" for name, value in options.items() if value is not None]
         config = load_arguments((*arguments, *overrides), flags)
         if with_label or (dtype is not None and config.teacher is not None and config.teacher.signal != "hidden"):
-            raise misused("a served teacher sends no labels, and log-probabilities only in float32")
+            raise misused(
+                "a served teacher sends no labels, and log-probabilities only in float32: expected no --with-label, "
+                "and --dtype only with the signal hidden"
+            )
     kind = signal or "hidden"
     top_k = top_k or (50 if kind == "sampled" else 64)
     manifest = write_cache(config, out, kind, top_k=top_k, dtype=dtype, with_label=with_label)

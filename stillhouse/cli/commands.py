@@ -59,9 +59,9 @@ def check(arguments: tuple[str, ...], **flags: str | None) -> None:
 def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     """Check that layouts change no gradient.
 
-    Compares one step of a run, in float32, under every layout that is possible with these processes, with the same
-    step in one process, which has to hold both models. Names the keys that it does not compare, such as
-    train.compile.
+    Runs one step of a run, in float32, under every layout that is possible with these processes. Compares each of
+    these steps with the same step in one process, whose memory must be large enough for student and teacher. Also
+    lists the keys that are not compared, such as train.compile.
 
     \b
     torchrun --nproc-per-node 4 -m stillhouse parity run.yaml
@@ -73,7 +73,7 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     same = True
     if is_first():
         if keys := left_out(config):
-            print_escaped(f"not compared: {', '.join(keys)} (each step here is in float32, without these)")
+            print_escaped(f"not compared: {', '.join(keys)} (all steps are in float32, without these settings)")
         print_escaped(HEADER)
     for row in compare_layouts(config):
         same &= bool(row.refused) or row.verdict == "same"
@@ -87,7 +87,7 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
 @click.command()
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def verify(run_dir: Path) -> None:
-    """Check that a run's folder is what the run wrote.
+    """Check that the files of a run have not changed.
 
     Checks checkpoints, metrics and the final model by their hashes. The exit code is 1 if something is wrong.
 
@@ -117,8 +117,8 @@ def verify(run_dir: Path) -> None:
 def demo(out: Path, write: str | None) -> None:
     """Distill a small model in a few minutes.
 
-    Distills a small student from the included teacher, and trains the same student without a teacher. Leaves a
-    run.yaml with these models and this text, to edit. Nothing is downloaded.
+    Distills a small student from the included teacher, and trains the same student without a teacher. Also writes a
+    run.yaml with these models and this text, which you can edit. Nothing is downloaded.
 
     \b
     stillhouse demo
@@ -176,8 +176,8 @@ def task(name: str, *, count: int, seed: int, lengths: str | None, held_out: boo
     """Write problems whose answers can be verified.
 
     NAME is sums (3+14-5=), reversal or brackets (close the open brackets). A record has prompt, completion, task and
-    length. eval.tasks measures the exact match on the held-out problems, which are written only with --held-out, for
-    every seed.
+    length. eval.tasks measures the exact match on held-out problems. Without --held-out, no seed gives one of these
+    problems.
 
     \b
     stillhouse task sums --count 5000 --seed 0 --lengths 2:8 --out sums.jsonl
@@ -186,9 +186,9 @@ def task(name: str, *, count: int, seed: int, lengths: str | None, held_out: boo
     if out.exists():
         raise ValueError(f"{out} exists: expected the name of a new file")
     if not out.parent.is_dir():
-        raise ValueError(f"{out.parent} is not a folder: expected one for {out.name}")
+        raise ValueError(f"{out.parent} is not a folder: expected an existing folder for {out.name}")
     if out.suffix == ".parquet":
-        raise ValueError(f"got --out {out} for task {name}: expected the name of JSONL")
+        raise ValueError(f"got --out {out} for task {name}: expected the name of a JSONL file")
     from stillhouse.output.disk import replace_text
 
     records = (problem(spec, seed, number, held_out=held_out).record(name) for number in range(count))

@@ -28,7 +28,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
     type=click.Choice(["float32", "bfloat16", "float16"]),
     help="The dtype of the weights. [default: the dtype of training]",
 )
-@click.option("--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest file, in KB, MB or GB.")
+@click.option("--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Maximum per file (KB, MB, GB).")
 @click.option("--card/--no-card", default=True, help="Write a model card, README.md. [default: yes]")
 @click.option(
     "--mtp/--no-mtp",
@@ -39,7 +39,8 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 @click.option(
     "--push",
     metavar="NAME/NAME",
-    help="Upload the folder to this model repository of the hub, with the token HF_TOKEN. A new one is private.",
+    help="Upload the folder to this model repository of the hub, with the token HF_TOKEN. A new repository is"
+    " private.",
 )
 def export(
     path: Path,
@@ -74,7 +75,7 @@ def export(
     from stillhouse.libraries import reading
     from stillhouse.tools.export_run import ExportSettings, export_run
 
-    if push is not None:  # before the export, which may take long
+    if push is not None:  # before the export, which can take a long time
         with reading(f"--push {push}: the hub did not accept the repository", library="httpx2"):
             HfApi().create_repo(push, private=True, exist_ok=True)
     settings = ExportSettings(merge, dtype, int(size[1]) * _UNITS[size[2]], card, mtp)
@@ -92,14 +93,14 @@ def export(
 @click.command()
 @click.argument("model", type=_FOLDER, metavar="MODEL_FOLDER")
 @click.option("--tasks", required=True, metavar="A,B", help="Names of tasks of lm-evaluation-harness.")
-@click.option("--task-folder", type=_FOLDER, help="Folder with definitions of further tasks (YAML).")
+@click.option("--task-folder", type=_FOLDER, help="Folder with definitions of more tasks (YAML).")
 @click.option("--limit", type=click.IntRange(1), help="Use only this number of examples per task.")
 @click.option(
-    "--few-shot", type=click.IntRange(0), metavar="N", help="Examples in a prompt. [default: the task's own]"
+    "--few-shot", type=click.IntRange(0), metavar="N", help="Examples in a prompt. [default: as the task defines]"
 )
 @click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Examples per forward pass.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
-@click.option("--dtype", default="auto", show_default=True, help="Dtype of the weights. auto: as saved.")
+@click.option("--dtype", default="auto", show_default=True, help="Dtype of the weights. auto: the saved dtype.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="New JSON file for the results.")
 def evaluate(
     model: Path,
@@ -115,7 +116,7 @@ def evaluate(
 ) -> None:
     """Evaluate an exported model with lm-evaluation-harness.
 
-    MODEL_FOLDER is a Hugging Face folder, such as the one that a run has exported. The harness runs it with
+    MODEL_FOLDER is a Hugging Face folder, such as the folder `model` of a run. The harness runs the model with
     transformers.
 
     \b

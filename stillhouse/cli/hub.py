@@ -1,7 +1,8 @@
 """Tests whether the Hugging Face hub can be reached, and whether it has the models, before models are loaded.
 
-Without this test, the libraries would first be imported and would then retry; each takes most of a minute. In offline
-mode, they use only files that were downloaded before, and fail at once if a file is missing.
+Without this test, an error would come only after the import of the libraries and after their retries, which each take
+most of a minute. In offline mode, the libraries use only files that were downloaded before, and fail at once if a
+file is missing.
 """
 
 import os
@@ -16,12 +17,13 @@ SECONDS = 4.0
 #: a file that every model has
 CONFIG = "config.json"
 _ADDRESSES = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-_PORTS = {"http": 80, "": 80, "https": 443}  # any other scheme is SOCKS
+_PORTS = {"http": 80, "": 80, "https": 443}  # every other scheme is SOCKS, with port 1080
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def settle_offline(names: Iterable[str | None]) -> None:
-    """Set HF_HUB_OFFLINE=1 if the hub cannot be reached. Does nothing if all `names` of models are local paths.
+    """Set HF_HUB_OFFLINE=1 if the hub cannot be reached. Does nothing if all `names` are local paths, or if the
+    environment already sets offline mode.
 
     This must be called before huggingface_hub is imported, because the library reads the variable on import. Raises
     ValueError if the environment has an invalid address of the hub or of a proxy.
@@ -38,8 +40,9 @@ def settle_offline(names: Iterable[str | None]) -> None:
             endpoint = urlsplit(proxy if "//" in proxy else f"//{proxy}")
         host, port = endpoint.hostname or "", endpoint.port or _PORTS.get(endpoint.scheme, 1080)
         socket.create_connection((host, port), timeout=SECONDS).close()
-    except ValueError as error:  # also for an invalid host name
-        variables = " and ".join(name for name in os.environ if name.upper() in _ADDRESSES)  # addresses may be secret
+    except ValueError as error:  # an invalid host name also raises ValueError
+        # only the names of the variables are shown, because addresses can contain passwords
+        variables = " and ".join(name for name in os.environ if name.upper() in _ADDRESSES)
         raise ValueError(
             f"{variables}: the hub's address is not readable ({error}); expected a URL such as https://huggingface.co"
         ) from error
@@ -57,8 +60,9 @@ def require_on_hub(models: Mapping[str, tuple[str, str | None]]) -> None:
     """Raise ConfigError for a model that the hub lacks or refuses to give. In offline mode, raise it for a model that
     was not downloaded before.
 
-    Requests config.json, which every run needs, unless it was downloaded before. Call this after `settle_offline`.
-    Other failures are ignored here; the libraries retry.
+    This function requests config.json, which every run needs, unless it was downloaded before. It must be called
+    after `settle_offline`. It ignores all other failures, because the libraries retry.
+
     models: names and revisions of models, by configuration key.
     """
     on_hub = {key: model for key, model in models.items() if not os.path.exists(model[0])}
@@ -74,7 +78,7 @@ def require_on_hub(models: Mapping[str, tuple[str, str | None]]) -> None:
     expected = "the hub has no such model, or gives it only with a token (HF_TOKEN)"
     if constants.HF_HUB_OFFLINE:
         refusals = (LocalEntryNotFoundError,)
-        expected = "no such model was downloaded before, and the hub is not asked"
+        expected = "no such model was downloaded before (offline mode: the hub is not used)"
     for key, (name, revision) in on_hub.items():
         if isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str):
             continue

@@ -85,7 +85,7 @@ class GreedyEvaluation:
                 metrics |= prompt_metrics
                 if self.file is not None:
                     self.file.append(shown)
-            watchdog.enter("eval.callbacks", timed=False)  # callbacks may take any time
+            watchdog.enter("eval.callbacks", timed=False)  # callbacks can take any time
             with self.models.ranks.shared(UserFunctionError, ValueError, OverdueError) as shared:
                 if is_first():
                     shared.value = dict[str, float]()
@@ -157,8 +157,8 @@ def evaluate_tasks(
 ) -> dict[str, float]:
     """Return metrics of held-out problems; empty without tasks.
 
-    They are, for each task and for each length of its problems, the share of problems that are completed exactly, and
-    the share of completions that are cut at the limit.
+    For each task and for each length of its problems, a metric is the share of problems that are completed exactly.
+    Another metric is the share of all completions that are cut at the limit.
 
     generate: completes prompts greedily, and returns the completions in the order of the prompts.
     tasks: texts for `TaskSpec.parse`; each name occurs once.
@@ -201,7 +201,7 @@ def choose_prompts(documents: Documents, count: int, processor: MediaProcessor |
 
     A document is cut before its first target. A document without a prompt is cut after half of its tokens, but after
     at most `PROMPT_TOKENS` tokens. No document is cut before its last media. A document with nothing after the cut is
-    left out.
+    omitted.
 
     processor: the processor of the media.
     """
@@ -232,7 +232,7 @@ class EvaluationContext:
     """The argument of a callback.
 
     step: the number of optimizer steps so far.
-    folder: the run's folder, in which a callback may write its files.
+    folder: the run's folder, in which a callback is allowed to write files.
     generate: completes texts greedily with the current student, up to eval.task_tokens tokens each, and returns the
         completions without special tokens in the order of the texts.
     """
@@ -262,6 +262,8 @@ def checked_metrics(function: object, returned: Any, others: set[str]) -> dict[s
         if number is None:
             raise UserFunctionError(f"{function} gives {shown(value)} for {name!r}: expected a finite number")
         if f"eval/{name}" in others:
-            raise UserFunctionError(f"{function} gives {name!r}, but this evaluation has an eval/{name} already")
+            raise UserFunctionError(
+                f"{function} gives {name!r}, but this evaluation has an eval/{name} already: expected another name"
+            )
         metrics[f"eval/{name}"] = number
     return metrics

@@ -1,7 +1,7 @@
 """Held-out documents: their metrics, and a comparison of teacher and student on a few of them, token by token.
 
-C shown rows of a micro-batch, or some of these rows; E hidden size of a model; V vocabulary; K tokens with the
-largest values.
+Dimensions: C shown rows of a micro-batch, or some of these rows; E hidden size of a model; V vocabulary; K tokens
+with the largest values.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ from stillhouse.parallel import watchdog
 DOCUMENTS = 4
 TOKENS = 256
 TOP = 5
-#: the number of shown logits that a gradient step on a term raises most, and of those that it lowers most
+#: for each term, this many logits that a gradient step raises most are shown, and as many that it lowers most
 PUSHED = 3
 #: the number of rows whose logits are computed at once
 ROWS = 64
@@ -50,7 +50,7 @@ ROWS = 64
 #: token ids with their probabilities or gradients, the largest first
 Ranked = list[tuple[int, float]]
 #: for one term of the objective and one row: the value in nats; the norm of the gradient of scale · value with
-#: respect to the student's logits; and the entries of this gradient that raise and lower a logit most
+#: respect to the student's logits; and the entries of this gradient that raise a logit most and lower a logit most
 OfTerm = tuple[float, float, Ranked, Ranked]
 #: for each row: the document, the position of the predicted token, the KL, the most probable tokens of the teacher
 #: and of the student, and the terms by name
@@ -114,9 +114,9 @@ def held_out_tokens(models: Models, data: Data, spec: ObjectiveSpec, step: int) 
     probable tokens of teacher and student and, if the token is a target, the gradient of each term of the objective.
 
     These values describe the distributions that predicted the token, so the first token of a document has no values.
-    Terms that need the student's own completions have no gradient here. A collective of all processes, with the same
-    result on each process. Returns None if there is no held-out data, or not exactly one teacher with the full
-    vocabulary.
+    Terms that need the student's own completions are omitted. A collective of all processes, with the same result on
+    each process. Returns None if there is no held-out data, or if the run does not have exactly one teacher with the
+    full vocabulary.
     """
     sequences = data.evaluation
     if sequences is None or not models.has_exact_teacher:
@@ -174,9 +174,9 @@ def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
 
 @dataclass(frozen=True)
 class _ShownTokens:
-    """The output processor.
+    """The output processor that computes the values of the shown tokens.
 
-    The processor calls collectives of the ranks that share the vocabulary. These ranks have the same C rows.
+    It calls collectives of the ranks that share the vocabulary. These ranks have the same C rows.
 
     shown: the positions of the shown tokens of each shown document.
     objective: the terms whose gradients are shown.
@@ -218,12 +218,13 @@ class _ShownTokens:
 def gradients_by_term(
     spec: ObjectiveSpec, student: FullVocab, teacher: FullVocab, labels_C: Tensor, weights_C: Tensor
 ) -> list[dict[str, OfTerm]]:
-    """For each row, the value of each term and its gradient with respect to the student's logits; empty for weight 0.
+    """For each row, the value of each term and its gradient with respect to the student's logits. The dict of a row
+    with weight 0 is empty.
 
     The gradient is that of weight · scale · value; a training step also divides by the number of target tokens.
     """
     head = student.head
-    vocabulary = common_vocabulary([head, teacher.head])  # also for a term that needs no teacher
+    vocabulary = common_vocabulary([head, teacher.head])  # also used for terms that need no teacher
     shard = head.shard
     if shard is not None and vocabulary < shard.rows:
         shard = replace(shard, start=shard.within(vocabulary)[0], stop=shard.within(vocabulary)[1])

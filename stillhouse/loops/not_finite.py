@@ -29,7 +29,7 @@ def not_finite_error(
     """
     loss, packed = output.sums["loss"], micro_batches.all_ranks
     assert isinstance(packed, PackedMicroBatches)
-    # the terms of the loss that are not finite, and the documents; processes without the last stage have no output
+    # the name and the document of each value that is not finite; processes without the last stage have no outputs
     terms = [
         (name, document)
         for micro_batch, processed in zip(micro_batches, output.outputs, strict=bool(output.outputs))
@@ -53,7 +53,7 @@ def not_finite_error(
     if not is_first():
         return ValueError(f"step {step}: the {what} is not finite; rank 0 prints the cause")
     precision = ", train.precision=fp32" if models.autocast else ""
-    start = "there is no checkpoint yet: start again with such a change"
+    start = "there is no checkpoint yet, so start again with such a change"
     if (last := max(checkpoints.glob("step-*"), default=None)) is not None:
         start = f"start a run in another folder with such a change and with checkpoint.resume={last}"
     return ValueError(
@@ -64,7 +64,8 @@ def not_finite_error(
 
 
 def _sources(models: Models, sequences: PackedSequences, documents: Iterable[int]) -> str:
-    """The sources of the documents whose own loss or gradient is not finite, or all sources without such a document.
+    """The sources of the documents whose own loss or gradient is not finite. If there is no such document, the
+    sources of all documents.
 
     Each document is run separately, because a NaN spreads to all documents that are packed into the same row.
     """

@@ -14,8 +14,8 @@ from stillhouse.signals import RequestedSteps
 def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
     """Run all remaining steps, and return the run's progress at the end. The student then has the final weights.
 
-    Raises ValueError before the update if the loss or the gradient is not finite, and before saving if a weight is
-    not finite. Raises Preempted after the step in which a rank has received a signal.
+    Raises ValueError before the update if the loss or the gradient is not finite, and before a checkpoint is saved if
+    a weight is not finite. Raises Preempted after the step in which a rank has received a signal.
     """
     models, steps = session.models, session.schedule.step_schedule
     with training(session, folder, checkpoint) as run:
@@ -26,7 +26,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             micro_batches, signals = next(requests)
             normalizer = micro_batches.all_ranks.normalizer
             output = models.engine.forward_backward(micro_batches, signals.result(), normalizer)
-            requests.build_next()  # at this place, because `update` waits for the device
+            requests.build_next()  # before `update`, which waits for the device
             run.update(step, micro_batches, output)
             run.end(step, micro_batches, output)
     return run.progress

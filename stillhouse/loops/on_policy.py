@@ -1,6 +1,6 @@
 """The on-policy training loop: an engine generates completions, and the teacher scores every token.
 
-It differs from `off_policy.py` in the source of its micro-batches (`rollout/`) and in the records of completions.
+This loop differs from `off_policy.py` in the source of the micro-batches (`rollout/`) and in records of completions.
 `training.py` has the parts that both loops share.
 """
 

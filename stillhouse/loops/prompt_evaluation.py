@@ -1,8 +1,8 @@
-"""Evaluation on prompts alone (`eval.prompts`): the student completes the same prompts at each evaluation.
+"""Evaluation on prompts without references (`eval.prompts`): the student completes the same prompts each time.
 
-Turns, tools and environments are the same as in training; the weights are those of the job's own student. The teacher
-scores the student's tokens as it scores the tokens of rollouts. So the divergence is measured on prefixes that the
-student wrote.
+Turns, tools and environments are the same as in training; the weights are those of the student in this job. The
+teacher scores the student's tokens as it scores the tokens of rollouts. So the divergence is measured on prefixes
+that the student generated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,10 +45,10 @@ SHOWN = 4
 class PromptEvaluation:
     """The student's completions of held-out prompts, and their scores by the teacher and by a reward.
 
-    engine: has the weights to evaluate; each completion has the same seed at each evaluation.
+    engine: the engine with the weights to evaluate. Each prompt has the same seed at each evaluation.
 
     Raises ConfigError for data that has no prompts, for a reward that cannot be imported, and on all ranks if the
-    student cannot end a turn with a call of a tool, or before a reply.
+    student cannot end a turn that gets a reply.
     """
 
     def __init__(self, session: Session, settings: EvalPromptsConfig, engine: InJobEngine, sampling: Sampling):
@@ -57,10 +57,10 @@ class PromptEvaluation:
         words = None if session.rollout is None else shared_prompts(session.data.train.documents, self._prompts)
         if words is not None:
             warn(words)
-        # if the section is missing, servers use its defaults
+        # if the configuration has no section rollout, the defaults of this section are used
         section = RolloutConfig() if session.rollout is None else session.rollout.config
         require_end_of_turn(session.models, session.data, section)
-        if section.has_turns:  # a turn ends as in training
+        if section.has_turns:  # a turn must end at the same texts as in training
             sampling = replace(sampling, stop=tuple(section.stop))
         changes = {
             "reward": settings.reward,
@@ -76,7 +76,7 @@ class PromptEvaluation:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """A hash of the prompts. Its key names the settings that choose the prompts."""
+        """A hash of the prompts, under a key that contains a hash of the settings that choose the prompts."""
         settings = self._settings
         chosen = json_hash([settings.data, settings.count, settings.max_new_tokens])
         return {f"{PROMPTS}{chosen}": self._prompts.fingerprint()}
@@ -91,7 +91,7 @@ class PromptEvaluation:
         """
         session = self._session
         calls_functions = self._rollout.reward is not None or self._rollout.has_turns
-        watchdog.enter("eval.prompts", timed=not calls_functions)  # functions and servers may take any time
+        watchdog.enter("eval.prompts", timed=not calls_functions)  # functions and servers can take any time
         ranks, data, seed = session.models.ranks, session.data, session.schedule.seed
         sources = self._rollout, self._sampling
         samples = completed(ranks, data, seed, *sources, self._prompts, self._engine, EVAL_REWARD)
@@ -153,7 +153,7 @@ def eval_sample(
 
 def shared_prompts(train: Documents, prompts: Documents) -> str | None:
     """A warning about held-out prompts that an on-policy run trains on, or None. train: the prompts of training."""
-    if prompts.media is not None:  # several files may have the same question
+    if prompts.media is not None:  # prompts about different media can have the same tokens
         return None
     held_out = [prompts.tokens(number).tobytes() for number in range(len(prompts))]
     shared = set(held_out).intersection(train.tokens(number).tobytes() for number in range(len(train)))
@@ -161,7 +161,7 @@ def shared_prompts(train: Documents, prompts: Documents) -> str | None:
         return None
     return (
         f"eval.prompts.data: {count:,} of the {len(prompts):,} held-out prompts are also in the training data: "
-        "eval/prompts/… will look better than they are"
+        "the metrics eval/prompts/… are better than on unseen prompts"
     )
 
 
@@ -210,7 +210,7 @@ def completed(
     """Return one sample of each prompt, with the reward, the environment and the tools of `rollout`, on all ranks. A
     collective of all processes.
 
-    sampling: if it is None, the engine's settings are used.
+    sampling: the sampling settings, or None for the engine's settings.
     reward_key: the key of the configuration that has the reward.
 
     Raises the `ERRORS` of rank 0 on all ranks.

@@ -4,7 +4,7 @@ rollout/math/reward, …                   as rollout/reward, over the samples o
 rollout/math/completions                 the number of samples of this source
 rollout/math/reverse_kl_nats_per_token   a term of the objective: the mean over the source's target tokens, unscaled
 
-D documents of a step: its samples, then documents of the dataset. T rows of a micro-batch.
+Dimensions: D documents of a step (its samples, then documents of the dataset), T rows of a micro-batch.
 """
 
 import statistics
@@ -32,7 +32,7 @@ from stillhouse.user_code.functions import REWARD
 
 #: the prefixes of the keys of per-token values that are not divergences of teacher and student
 _NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "sampled_")
-#: the values per token that are not terms of the objective
+#: the names of per-token values that are not terms of the objective
 _NO_TERMS = ("log_ratio",)
 #: the key of the number of target tokens of a source
 _TOKENS = "tokens"
@@ -74,7 +74,7 @@ class RolloutMetrics:
         """Return the metrics of a step. A collective of all processes.
 
         seconds: the time of the step.
-        waited: the time for which the trainer waited for completions in it.
+        waited: the part of this time during which the trainer waited for completions.
         times: see `FunctionCalls.take_times`; empty except on rank 0.
         """
         metrics, samples, sources = {"rollout/share": 0.0}, step.samples, self._rollout.sources
@@ -135,8 +135,8 @@ class RolloutMetrics:
     def _sums_by_source(self, step: SampledStep) -> list[dict[str, float]]:
         """For each source, the sum of each term's values over its target tokens, and the number of these tokens.
 
-        With an objective by origin, there are also sums for each origin. Processes with copies of a row all add it. A
-        collective.
+        With an objective by origin, there are also sums for each origin. A row that several processes have is added
+        several times, both to the values and to the number of tokens. A collective.
         """
         plan = self._plan
         source_D = torch.tensor(
@@ -198,7 +198,7 @@ def shown_samples(ranks: Ranks, data: Data, plan: RolloutPlan, step: SampledStep
         documents = documents_T[rows].tolist()
         positions = (micro_batch.position_ids_BS.flatten()[rows] + 1).tolist()
         rows_here += zip(documents, positions, torch.stack(divergences).sum(0)[rows].tolist(), strict=True)
-    # by document: the sum of the divergences at each position of a predicted token
+    # for each document, the sum of the divergences by the position of the predicted token
     by_document: dict[int, dict[int, float]] = {number: {} for number in numbers}
     for rows_of_rank in ranks.gather(rows_here):
         for document, position, value in rows_of_rank:
@@ -227,7 +227,9 @@ def shown_numbers(samples: Sequence[Sample], plan: PromptPlan, step: int, most: 
 def sample_record(
     data: Data, plan: RolloutPlan, step: int, sample: Sample, divergences: Mapping[int, float] = MappingProxyType({})
 ) -> SampleRecord:
-    """The record of a sample in samples.jsonl. divergences: by position (see `shown_samples`)."""
+    """The record of a sample in samples.jsonl. divergences: the sum of the divergences for each position of a token
+    in the document.
+    """
     source = plan.prompts.source_of(sample.number)
     completion, tokenizer = sample.completion, data.tokenizer
     prompt_ids = data.train.documents.tokens(sample.prompt)
@@ -269,8 +271,10 @@ def sample_record(
 def sample_metrics(
     samples: Sequence[Sample], rollouts: Sequence[RolloutConfig], plan: PromptPlan
 ) -> dict[str, float]:
-    """Return means over samples: of their lengths, ends, rewards, turns and calls. rollouts: the sections rollout of
-    the samples' sources. Parts of rewards have no means if the sources have different rewards.
+    """Return the means of the lengths, ends, rewards, turns and calls of samples. The means of the parts of rewards
+    are absent if the sources have different rewards.
+
+    rollouts: the sections rollout of the samples' sources.
     """
     values = {
         "completion_tokens": statistics.fmean(sample.generated_tokens for sample in samples),
@@ -279,7 +283,7 @@ def sample_metrics(
     if rewards := [sample.reward for sample in samples if sample.reward is not None]:
         values["reward"], values["reward_std"] = mean_and_deviation(rewards)
         names = part_names(rollouts[0].reward) if len({rollout.reward for rollout in rollouts}) == 1 else []
-        # samples of a checkpoint of an earlier version have no parts
+        # samples in a checkpoint of an earlier version of Stillhouse have no parts
         if all(len(sample.reward_parts) == len(names) for sample in samples):
             for name, *results in zip(names, *(sample.reward_parts for sample in samples), strict=True):
                 values[f"reward/{name}"], _ = mean_and_deviation(results)

@@ -1,4 +1,4 @@
-"""Warnings about samples from which a run cannot learn as its configuration says. Each warning is given once."""
+"""Warnings about samples from which a run cannot learn as its configuration intends. Each warning is given once."""
 
 import math
 import statistics
@@ -11,7 +11,8 @@ from stillhouse.parallel import log_rank0
 from stillhouse.rollout import PromptPlan, Sample
 
 #: a warning is given if many completions are cut (see the table of metrics) and if, compared to the first FIRST_STEPS
-#: steps, the mean length is more than LONGER times as large or the share has grown by more than MORE_CUT
+#: steps, the mean length is more than LONGER times as large or the share of cut completions is larger by more than
+#: MORE_CUT
 LONGER, FIRST_STEPS = 2.0, 5
 MORE_CUT = 0.3
 #: a warning is given after this number of steps without a call or a reply, of steps in which every completion is cut,
@@ -22,10 +23,10 @@ MOST_OF_STEP = 0.5
 
 
 class RolloutWarnings:
-    """The warnings since the run was started or resumed.
+    """Prints the warnings, each at most once after the run was started or resumed.
 
     rollouts: the section rollout for each source of prompts.
-    noise: the names of the dropout with which the student is trained.
+    noise: the names of the dropouts with which the student is trained.
     """
 
     def __init__(self, plan: PromptPlan, rollouts: Sequence[RolloutConfig], noise: Collection[str] = ()):
@@ -33,8 +34,8 @@ class RolloutWarnings:
         self._noise = f", or the cause is the student's dropout in training ({name_list(noise)})" if noise else ""
         self._first: list[tuple[float, float]] = []  # mean length, and share of cut completions
         self._equal_steps = 0  # the number of successive steps in which all rewards of every prompt are equal
-        self._cut_steps = self._cut_samples = 0  # since the last completion that was not cut
-        # over samples that may have several turns: the numbers of steps, samples, cut samples, samples with a reply
+        self._cut_steps = self._cut_samples = 0  # the numbers since the last completion that was not cut
+        # of samples that can have several turns: the numbers of steps, samples, cut samples, samples with a reply
         self._steps = self._count = self._cut = self._replied = 0
         self._warned: set[str] = set()
 
@@ -72,7 +73,7 @@ class RolloutWarnings:
                 "length",
                 f"completions have {length:.0f} tokens on average, {usual:.0f} in the first steps, and "
                 f"{cut:.0%} of them are cut at rollout.max_new_tokens: the student does "
-                "not stop any more. rollout.truncated=mask keeps it from learning from cut completions",
+                "not stop any more. With rollout.truncated=mask, it is not trained on cut completions",
             )
 
     def _watch_ends(self, samples: Sequence[Sample]) -> None:
@@ -84,7 +85,7 @@ class RolloutWarnings:
             self._warn(
                 "ends",
                 f"all {self._cut_samples:,} completions of the last {SILENT_STEPS} steps are cut at "
-                "rollout.max_new_tokens: expected a larger one, or a student that ends its completions",
+                "rollout.max_new_tokens: expected a larger value, or a student that ends its completions",
             )
 
     def _watch_rewards(self, metrics: Mapping[str, float]) -> None:
@@ -116,9 +117,9 @@ class RolloutWarnings:
             )
         else:
             reason = (
-                "had a reply of rollout.environment: it is not called after a completion that is cut at "
-                f"rollout.max_new_tokens ({self._cut:,} of them) and after the last of rollout.max_turns, and has "
-                "returned None otherwise"
+                "had a reply of rollout.environment: the environment is not called after a completion that is cut at "
+                f"rollout.max_new_tokens ({self._cut:,} of them) or after the last of rollout.max_turns turns, and "
+                "it has returned None in all calls"
             )
         none = f"none of the {self._count:,} completions of the last {SILENT_STEPS} steps has"
         self._warn("replies", f"{none} {reason}")
@@ -129,15 +130,15 @@ class RolloutWarnings:
             self._warn(
                 "ratio",
                 f"the engine's log-probabilities differ by {fresh:.3g} nats on average from those in training, with "
-                "the same weights: it computes another model, another temperature or in another precision"
+                "the same weights: the engine uses another model, another temperature or another precision"
                 f"{self._noise}",
             )
         elif ratio > known_metric("rollout/log_ratio").warn_above or math.isnan(ratio):
             self._warn(
-                "stale ratio",  # another name, so that the more certain warning above can still follow
+                "stale ratio",  # another name than "ratio", so that the more certain warning can still follow
                 f"the engine's log-probabilities, by weights that are at most {metrics['rollout/staleness_max']:.0f} "
                 f"steps older, differ by {ratio:.3g} nats on average from those in training: train.learning_rate is "
-                "too high, or the engine computes another model, another temperature or in another precision"
+                "too high, or the engine uses another model, another temperature or another precision"
                 f"{self._noise}",
             )
 

@@ -28,7 +28,7 @@ from stillhouse.rollout.rollout import ERRORS, Rollout
 from stillhouse.rollout.user_functions import CompletionCalls, warn
 from stillhouse.user_code.environment import environment_of
 
-#: the ratio of the tokens of a generation batch and a training micro-batch: generation keeps far fewer activations
+#: a generation batch has this many times the tokens of a training micro-batch: generation keeps far fewer activations
 _BATCHES = 8
 #: the number of prompts with which a server's tokenizer is compared with the student's
 _PROBES = 16
@@ -36,7 +36,7 @@ _PROBES = 16
 
 @contextmanager
 def open_rollout(session: Session, folder: RunFolder, *, is_new: bool = True) -> Iterator[Rollout]:
-    """Yield the rollouts of a run. At the end, open requests are cancelled, and the processes of functions are ended.
+    """Yield the rollouts of a run. At the end, open requests are cancelled, and the worker processes are ended.
 
     is_new: whether the run has no checkpoint.
 
@@ -77,7 +77,7 @@ def open_rollout(session: Session, folder: RunFolder, *, is_new: bool = True) ->
 
 
 def require_same_weights(config: RolloutConfig, rollout: Rollout, folder: RunFolder) -> None:
-    """Raise ValueError on all ranks if servers that keep their weights had other weights when the run began."""
+    """Raise ValueError on all ranks if servers that keep their own weights had other weights when the run began."""
     if config.urls and config.writer == "teacher":
         with rollout.shared():
             if rollout.queue is not None and rollout.queue.servers is not None:
@@ -158,8 +158,8 @@ def open_servers(session: Session, run: str = "") -> RemoteEngine | None:
     rows, counted = student.vocabulary_rows, counted_rows(models, session.loss.spec)
     if counted < rows:
         warn(
-            f"a server's log-probabilities are over all {rows:,} rows of the student's head, and training's "
-            f"over the {counted:,} that the teacher has, too: rollout/log_ratio has the difference"
+            f"a server normalises log-probabilities over all {rows:,} rows of the student's head, but training only "
+            f"over the {counted:,} rows that the teacher also has: rollout/log_ratio includes this difference"
         )
     sampling, *others = samplings(models, data.tokenizer, plan.configs)
     with models.ranks.all_raise(ConfigError):
@@ -232,13 +232,13 @@ def _writing_teacher(models: Models) -> Decoder:
         raise ConfigError(
             "rollout.writer",
             "got teacher: expected one teacher that is loaded in this process (teacher.model, without torchrun), or "
-            "servers of it (rollout.engine and rollout.url)",
+            "servers of the teacher (rollout.engine and rollout.url)",
         )
     return teacher
 
 
 def require_end_of_turns(models: Models, data: Data, plan: RolloutPlan) -> None:
-    """Raise ConfigError on all ranks if the student cannot end a turn with a call of a tool, or before a reply."""
+    """Raise ConfigError on all ranks if, for a source of prompts, the student cannot end a turn that gets a reply."""
     for number, rollout in enumerate(plan.configs):
         if rollout.writer == "student":
             require_end_of_turn(models, data, rollout, partial(source_prefix, plan.sources, number))
@@ -247,7 +247,9 @@ def require_end_of_turns(models: Models, data: Data, plan: RolloutPlan) -> None:
 def require_end_of_turn(
     models: Models, data: Data, rollout: RolloutConfig, prefix: Callable[[str], str] = lambda key: ""
 ) -> None:
-    """Raise ConfigError on all ranks if the student cannot end a turn. prefix: returns the text before a key."""
+    """Raise ConfigError on all ranks if the student cannot end a turn that gets a reply. prefix: returns the text
+    that is written before a key in errors.
+    """
     if rollout.stop:
         return
     environment = environment_of(rollout, lambda key: f"{prefix(key)}rollout.{key}")

@@ -1,4 +1,4 @@
-"""A run that is ready to start, as five records that the loops work with. `run/run.py` builds them."""
+"""The records of a run that is ready to start, with which the loops work. `run/run.py` builds these records."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,7 +60,7 @@ class Models:
     @property
     def autocast(self) -> torch.dtype | None:
         """The dtype of the student's matrix products, or None for the dtype of its weights."""
-        # an engine may compute without autocast, with parameters in this dtype
+        # some engines compute without autocast, with parameters in the dtype of the layout
         return self.engine.autocast or self.engine.student.layout.autocast
 
     @property
@@ -70,7 +70,7 @@ class Models:
 
     @property
     def teacher(self) -> Decoder | None:
-        """The teacher, or its part on this process's first stage; None unless there is one teacher model here."""
+        """The teacher, or its part on this process's first stage; None unless exactly one teacher is in this job."""
         return self.source.decoders.get("teacher", self.engine.student.teacher)
 
     @property
@@ -85,12 +85,12 @@ class Models:
 
     @property
     def signal_temperatures(self) -> set[float]:
-        """The temperatures of the signals in stores; 1 if signals give every temperature."""
+        """The temperatures of the signals in stores. Signals that can be used at every temperature count as 1."""
         return {store.signal.temperature or 1.0 for store in self.stores.values()}
 
     @property
     def adapter_in_words(self) -> str | None:
-        """A description of the student's adapter, or None if it has none."""
+        """A description of the student's adapter, or None if the student has no adapter."""
         if self.student.lora is None:
             return None
         base_note = "; the teacher is the same model without the adapter, so only one model is in memory"
@@ -109,7 +109,7 @@ class Models:
         return self.engine.student.shard(micro_batches, training=training)
 
     def step(self, micro_batches: ShardedMicroBatches, engine: Engine | None = None) -> StepOutput:
-        """Request a step's signals, then run its forward and backward. engine: by default the run's engine."""
+        """Request a step's signals, then run its forward and backward. engine: None for the run's engine."""
         engine = engine or self.engine
         signals = self.source_for(engine).request(micro_batches).result()
         return engine.forward_backward(micro_batches, signals, micro_batches.all_ranks.normalizer)
@@ -125,12 +125,13 @@ class Data:
 
     train: the training documents; in a run with rollouts, prompts without targets.
     evaluation: the held-out documents, or None if the configuration has none.
-    hashes: a hash of the documents, by split.
+    hashes: for each split, a hash of its documents.
     dataset: the documents with completions, if a run with rollouts takes a share of each step from the dataset.
     processor: the student's processor of media, or None if the student has none.
-    teacher_media: by the teachers' names, the readers of media of the teachers in this job that do not share this
-        processor.
-    processors: hashes of the processors that decide pixels, by their models' sections; `hashes` include them.
+    teacher_media: by the teachers' names, the readers of media for the teachers in this job that do not use
+        `processor`.
+    processors: hashes of the media processors that determine pixels, by the sections of their models. `hashes`
+        depends on these hashes.
     by_length: whether a micro-batch has documents of similar lengths, because a model runs one document per row.
     """
 
@@ -175,7 +176,11 @@ class Data:
 
 @dataclass(frozen=True)
 class Loss:
-    """spec: the parsed objective. in_words: a sentence that describes the objective; a run prints it first."""
+    """The objective of a run.
+
+    spec: the parsed objective.
+    in_words: a sentence that describes the objective; a run prints this sentence first.
+    """
 
     spec: ObjectiveSpec
     in_words: str
@@ -184,7 +189,8 @@ class Loss:
 @dataclass(frozen=True)
 class Schedule:
     """The sequences or completions of each step, and the steps after which the run evaluates and saves.
-    step_schedule: how the sequences, or the completions in a run with rollouts, are divided into steps.
+
+    step_schedule: divides the sequences, or the completions in a run with rollouts, into steps.
     """
 
     step_schedule: StepSchedule
@@ -203,7 +209,7 @@ class Schedule:
         return self.eval_config.micro_batch_tokens or self.train_config.micro_batch_tokens
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether to evaluate after this number of steps. `checkpoint.best` needs one at each checkpoint."""
+        """Whether to evaluate after this number of steps. `checkpoint.best` needs metrics at each checkpoint."""
         compared = self.checkpoint_config.best is not None and self.saves_after(step)
         every = self.eval_config.every
         return step in (0, self.steps) or (every > 0 and (step % every == 0 or compared))

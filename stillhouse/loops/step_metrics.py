@@ -59,7 +59,8 @@ def evaluation_metrics(
     averages = means(sums_by_depth[0], objective, temperatures)
     metrics: dict[str, float] = {}
     for suffix in ("", *(f"/{teacher}" for teacher in objective.teachers)):
-        if f"continuation{suffix}" in averages:  # the forward KL of spans, at the rows of later tokens of a span
+        # at rows of later tokens of a span, the forward KL of spans is reported as `continuation`
+        if f"continuation{suffix}" in averages:
             averages[f"forward_kl{suffix}"] += averages[f"continuation{suffix}"]
         names = (name + suffix for name in _EVALUATED)
         metrics |= {f"eval/{name}": averages[name] for name in names if name in averages}
@@ -75,12 +76,13 @@ def evaluation_metrics(
 
 
 def means(sums: Mapping[str, float], objective: ObjectiveSpec, temperatures: Collection[float]) -> dict[str, float]:
-    """Return the means per target token, under the objective's names of the metrics. temperatures: the temperatures
-    of the teachers; if they differ, entropies have no common mean.
+    """Return the means per target token, under the objective's names of the metrics.
+
+    temperatures: the temperatures of the teachers. If the temperatures differ, entropies have no common mean.
 
     With several teachers, `<name>/<teacher>` is the metric of one teacher, per token that this teacher scores.
-    `<name>` is the mean over the teachers that report it. This mean has the teachers' weights or, if each token is
-    routed to one teacher, is a mean over tokens.
+    `<name>` is the mean over the teachers that report it. This mean is weighted with the teachers' weights or, if
+    each token is routed to one teacher, it is a mean over tokens.
     """
     mixes_temperatures = len(temperatures) > 1
     averages, teacher_means, weights = dict[str, float](), dict[str, float](), dict[str, float]()

@@ -37,14 +37,14 @@ _TEACHER = "/teacher_cross_entropy"
 
 #: a warning after a first step that changed no weight
 _NO_GRADIENT = (
-    "warning: the gradient of step 1 is 0: a divergence is 0 between a model and itself (also with an adapter on it "
-    "that has not been trained), and a policy gradient is 0 where all completions of a prompt have the same reward"
+    "warning: the gradient of step 1 is 0: a divergence is 0 between a model and itself (also if one has an adapter "
+    "that has not been trained), and a policy gradient is 0 if all completions of a prompt have the same reward"
 )
 
-#: a part of the error for a state of the user's functions that cannot be saved
+#: the end of the error for a state of the user's functions that cannot be saved
 _NOT_SAVED = (
-    "no checkpoint can be written without it, and the steps since the last one are lost; correct the cause, and the "
-    "same command continues from the last checkpoint, or from the start if there is none yet"
+    "no checkpoint can be written without this state, and the steps since the last checkpoint are lost; correct the "
+    "cause, and the same command continues from the last checkpoint, or from the start if there is none yet"
 )
 
 
@@ -73,7 +73,7 @@ class Training:
         self._teacher_metrics: dict[str, float] | None = None
         self._started = time.monotonic()
         self._norm = self._rate = 0.0
-        self._has_warned = False  # whether it has warned that a step has no targets
+        self._has_warned = False  # whether the warning about a step without targets has been printed
         #: the samples for the next checkpoint; they belong to the states in `progress`
         self._queue_state: QueueState | None = None
         self._have_states = session.models.ranks.from_first(functions is not None and bool(functions.with_state))
@@ -143,7 +143,7 @@ class Training:
         if stopped_by or last or session.schedule.saves_after(progress.step):
             saved = self.save()
             if not stopped_by and not last:
-                stopped_by = ranks.largest(requested())  # a signal may have come while the checkpoint was written
+                stopped_by = ranks.largest(requested())  # a signal can have come while the checkpoint was written
         if stopped_by:
             destroy_process_group()
             raise Preempted(stopped_by, progress.step, saved)
@@ -165,10 +165,11 @@ class Training:
         self.log.evaluation(self.progress.step, self.progress.tokens, metrics)
 
     def save(self, *, after_error: bool = False) -> Path:
-        """Write a checkpoint, then remove older checkpoints that need not be kept; returns its path.
+        """Write a checkpoint, and then remove older checkpoints that need not be kept. Returns the path of the new
+        checkpoint.
 
-        after_error: whether a step has failed. Its calls are made again after a resume, so the saved states of
-            functions must not include them.
+        after_error: whether a step has failed. The calls of this step are made again after a resume, so the saved
+            states of functions must be those before this step.
         """
         progress, session, folder = self.progress, self.session, self.folder
         watchdog.enter(f"the checkpoint of step {progress.step}", timed=False)
@@ -203,7 +204,7 @@ class Training:
 
 def no_targets_in_words(rollout: RolloutPlan | None) -> str:
     """The problem of a step without targets, for a message."""
-    cause = " (its completions are cut at rollout.max_new_tokens, and rollout.truncated=mask leaves such ones out)"
+    cause = " (its completions are cut at rollout.max_new_tokens, and rollout.truncated=mask excludes such ones)"
     return f"has no token to train on{'' if rollout is None else cause}"
 
 
@@ -232,7 +233,7 @@ def training(
         on_policy=rollout is not None,
     )
     if progress.step < schedule.steps:
-        require_room(folder.checkpoints, models.engine)  # without room, all steps could be trained and then lost
+        require_room(folder.checkpoints, models.engine)  # before the first step, because its result must be saved
     with ExitStack() as stack:
         log = stack.enter_context(open_log(folder, progress, schedule.steps, session.values, models.ranks))
         # the first evaluation, or an evaluation that was interrupted
@@ -242,8 +243,9 @@ def training(
             hashes = greedy.prompts.hashes
             if any(progress.data.get(name, digest) != digest for name, digest in hashes.items()):
                 raise ValueError(
-                    "eval.prompts.data: the prompts have changed since the run's last checkpoint, so that its "
-                    "evaluations could not be compared; restore them, or give them another name"
+                    "eval.prompts.data: the prompts have changed since the run's last checkpoint, so that "
+                    "evaluations before and after it could not be compared; restore the prompts, or use another path "
+                    "for the new prompts"
                 )
             progress.data = progress.data | hashes
         run = Training(session, folder, progress, log, queue, functions, greedy)
@@ -273,7 +275,7 @@ def _progress(
             if on_policy:
                 with models.ranks.all_raise(DamagedCheckpointError):
                     try:
-                        if queue is not None:  # only rank 0 has it
+                        if queue is not None:  # only rank 0 has a queue
                             queue.restore(read_queue(checkpoint), progress.step)
                     except ValueError as error:
                         raise DamagedCheckpointError(
@@ -285,9 +287,10 @@ def _progress(
                     functions.load(progress.functions, progress.sources, warn)
         if progress.step > steps:
             raise ValueError(
-                f"{checkpoint.path} is at step {progress.step}, and this run ends at {steps}: nothing to train"
+                f"{checkpoint.path} is at step {progress.step}, and this run ends at step {steps}: expected a "
+                "checkpoint before the run's last step"
             )
-        if not folder.owns(checkpoint.path):  # a checkpoint of another run: its log is not continued
+        if not folder.owns(checkpoint.path):  # the checkpoint is of another run, whose log is not continued
             no_history: dict[str, Any] = {"log_bytes": 0, "data": {}, "functions": {}, "sources": {}}
             progress = replace(progress, started_from=str(checkpoint.path.resolve()), **no_history)
     prompts = {name: digest for name, digest in progress.data.items() if name.startswith(PROMPTS)}
@@ -304,7 +307,7 @@ def _saving_finished_steps(run: Training) -> Iterator[None]:
         yield
     except (SignalsLostError, UserFunctionError) as error:
         step, ranks = run.progress.step, run.session.models.ranks
-        saved = run.folder.checkpoints / folder_name(step) if step else None  # nothing is trained before step 1
+        saved = run.folder.checkpoints / folder_name(step) if step else None  # step 0 needs no checkpoint
         if saved is not None and not ranks.from_first(saved.exists()):
             saved = run.save(after_error=True)
         if stopped_by := ranks.largest(requested()):

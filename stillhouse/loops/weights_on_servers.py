@@ -1,8 +1,9 @@
-"""Gives the student's weights to servers that generate completions, and proves after each update that they use them.
+"""Gives the student's weights to servers that generate completions, and proves after each update that the servers use
+these weights.
 
-A server's version label proves nothing: a server may report it even if the load changed nothing, loaded only a part,
-or loaded the files of another version. So each server completes a few of the run's prompts after an update, and its
-log-probabilities are compared with the trainer's.
+The version that a server reports proves nothing: a server can report it even if loading changed nothing, loaded only
+a part of the weights, or loaded the files of another version. So each server completes a few of the run's prompts
+after an update, and its log-probabilities of these completions are compared with the trainer's.
 """
 
 import statistics
@@ -35,7 +36,7 @@ from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch
 
 #: the largest rounding difference, in nats, if server and trainer compute in the same way in float32
 _EXACT = 1e-3
-#: the probes are the shortest among the first prompts; this is the number of these first prompts
+#: the probes are the shortest among this number of first prompts
 _CHOICE = 256
 
 
@@ -72,7 +73,7 @@ class WeightsOnServers:
             self._base = AdapterBase(**shared.value)
 
     def publish(self, version: int) -> None:
-        """Write the weights to a folder; the servers may still generate."""
+        """Write the weights to a folder. During this, the servers still generate with the previous weights."""
         with explained_write_errors(self.folder):
             self._published = publish(
                 self._models.engine.student,
@@ -84,15 +85,15 @@ class WeightsOnServers:
             )
 
     def update(self, version: int) -> None:
-        """Let the servers load the published weights, and prove that they use them.
+        """Make the servers load the published weights, and prove that the servers use these weights.
 
         Raises SignalsLostError on all ranks if a server generates with other weights than the student's, or if
-        SIGTERM or another signal of the operating system comes before all servers have loaded them.
+        SIGTERM or another signal of the operating system comes before all servers have loaded the weights.
         """
         models, prompts = self._models, self._data.train.documents
         with errors_of_signals(), models.ranks.shared(*ERRORS) as shared:
             if self._engine is not None:
-                # an update may take minutes; a signal ends the wait, but not the thread
+                # an update can take minutes; a signal ends the wait for it, but not its thread
                 require_no_signal = ServerWatch()
                 threads = ThreadPoolExecutor(1)
                 try:
@@ -122,10 +123,12 @@ class WeightsOnServers:
     ) -> float:
         """Raise SignalsLostError if a server's log-probabilities come from other weights. A collective.
 
-        Returns the largest difference in nats that rounding can cause. probes: the number of probes of each server.
+        Returns the largest difference in nats that rounding can cause.
+
+        probes: the number of probes of each server.
         """
         models, gaps_by_server = self._models, dict[int, list[float]]()
-        # only Stillhouse's own servers are known to round like the trainer
+        # only Stillhouse's own servers are known to round in the same way as the trainer
         is_exact = (
             server_kinds()[self._config.engine].rounds_as_here
             and models.autocast is None
@@ -143,14 +146,14 @@ class WeightsOnServers:
             gaps_by_server.setdefault(int(server), []).append(gap)
         for number, url in enumerate(urls):
             if not (gaps := gaps_by_server.get(number)):
-                raise SignalsLostError(f"{url} has generated no token for the probes of its weights: expected some")
+                raise SignalsLostError(f"{url} has generated no token for the probes of its weights: expected tokens")
             median = statistics.median(gaps)
             if not median <= rounding:  # also true for NaN
                 raise SignalsLostError(
                     f"{url} says that it generates with version {version}, and its log-probabilities are those of "
                     f"other weights: they differ from the trainer's by {median:.3g} nats (the median of {len(gaps)} "
-                    f"tokens), and rounding is at most {rounding:g}: expected a server that reads the folder that it "
-                    "is given, loads all of it, and computes the same model"
+                    f"tokens), and rounding can explain at most {rounding:g}: expected a server that loads all "
+                    "weights of the published folder, and computes the same model"
                 )
         return rounding
 
@@ -167,7 +170,7 @@ class ServerWatch(SignalWatch):
 
 
 def probe_prompts(prompts: Documents) -> list[int]:
-    """Return the numbers of the prompts for the probes: only prompts with media, if there are some."""
+    """Return the numbers of the prompts for the probes. If some prompts have media, only those are chosen."""
     numbers = np.arange(len(prompts))
     if prompts.has_media:
         assert prompts.media is not None

@@ -1,6 +1,7 @@
 """Makes documents of a step's samples and of completions of the dataset, and packs them into micro-batches.
 
-A sample keeps the columns and the teachers' prefixes of its prompt. N tokens of all documents of the step.
+The document of a sample keeps the columns and the teachers' prefixes of its prompt. Dimension: N tokens of a
+completion, or of all documents of the step.
 """
 
 import math
@@ -47,7 +48,7 @@ class TargetRules:
         )
 
     def is_target_N(self, sample: Sample) -> np.ndarray:
-        """Whether the student is trained on a token of the completion, [N] bool."""
+        """For each token of the completion, whether the student is trained on it, [N] bool."""
         is_masked = self.mask_truncated and sample.completion.finish == "length"
         return sample.is_generated_N & (not is_masked)
 
@@ -59,8 +60,10 @@ def step_documents(
     dataset: Documents | None = None,
     from_dataset: Sequence[int] = (),
 ) -> Documents:
-    """The documents of a step, at least one. from_dataset: the numbers of the step's documents in `dataset`. All
-    targets of these documents are kept, with weights by their positions among the document's targets.
+    """Return the documents of a step: its samples, and its documents of the dataset. At least one is needed.
+
+    from_dataset: the numbers of the step's documents in `dataset`. All targets of these documents are kept, with
+        weights by their positions among the document's targets.
     """
     parts = [_sample_documents(prompts, samples, rules)] if samples else []
     if len(from_dataset):
@@ -83,7 +86,7 @@ def _sample_documents(prompts: Documents, samples: Sequence[Sample], rules: Targ
     prompt_ids = np.split(selected.tokens_N, selected.offsets[1:-1])
 
     def column_N(value: float, completion_values: Callable[[Sample], np.ndarray]) -> np.ndarray:
-        """Values of all tokens, float32: `value` for the tokens of the prompts."""
+        """Values of all tokens, float32: `value` for each token of a prompt, `completion_values` for completions."""
         parts = [
             np.concatenate([np.full(len(ids_N), value), completion_values(sample)])
             for ids_N, sample in zip(prompt_ids, samples, strict=True)
@@ -126,8 +129,10 @@ def _position_weights(count: int, rules: TargetRules) -> np.ndarray:
 
 @dataclass(frozen=True)
 class StepPacker:
-    """Packs documents that begin with prompts. A packed sequence has at most `prompts.max_tokens` tokens.
+    """Packs the documents of a step into micro-batches.
 
+    prompts: the packed prompts, whose settings are also used for the documents. A packed sequence has at most
+        `prompts.max_tokens` tokens, or `micro_batch_tokens` if `by_length`.
     micro_batch_tokens: the maximum number of tokens of a micro-batch.
     by_length: whether a micro-batch is one sequence of documents of similar lengths (see `PackedSequences`).
     """
@@ -147,8 +152,8 @@ class StepPacker:
     def micro_batches(self, documents: Documents, parts: int = 1) -> PackedMicroBatches:
         """The micro-batches of some documents.
 
-        parts: the minimum number of micro-batches, if there are as many documents. Without it, some processes could
-            get none, because completions are often far shorter than `data.max_tokens`.
+        parts: the minimum number of micro-batches, if there are at least as many documents. Without this minimum,
+            some processes could get no micro-batch, because completions are often far shorter than `data.max_tokens`.
         """
         gaps = self.prompts.gaps
         widths_D = documents.widths(gaps, np.arange(len(documents)))

@@ -20,9 +20,9 @@ from stillhouse.rollout.generate import Generator
 from stillhouse.rollout.records import Completion, CompletionCallback, CompletionInbox, GenerationRequest
 from stillhouse.rollout.samples import Samples
 
-#: the number of completions that prove the weights of a server
+#: the number of completions by which a server proves that it has the trainer's weights
 PROBES = 4
-#: the largest difference of log-probabilities that can come from rounding in bfloat16
+#: the largest difference of log-probabilities, in nats, that can come from rounding in bfloat16
 ROUNDED = 0.1
 
 
@@ -30,7 +30,7 @@ class RemoteWeights(Protocol):
     """The weights of the servers of a `RemoteEngine`.
 
     top_tokens: the top token and its log-probability after each of some fixed prompts.
-    probed: for each server, the completions of the probes with the version that was loaded last.
+    probed: by each server's URL, its completions of the probe requests, with the weights that it has loaded last.
     """
 
     @property
@@ -38,16 +38,21 @@ class RemoteWeights(Protocol):
     @property
     def probed(self) -> Mapping[str, Sequence[Completion]]: ...
     def set_proved(self, url: str, most: float) -> None:
-        """Record that a server's probe comes from the trainer's weights. most: the largest difference in nats."""
+        """Record that the completions of a server's probe come from the trainer's weights.
+
+        most: the largest difference between the log-probabilities of the server and of the trainer, in nats.
+        """
 
 
 class RemoteEngine(Protocol):
-    """Servers that generate completions, with published weights or with their own. Only the first rank has it."""
+    """Servers that generate completions with published weights, or with weights of their own. Only the first rank has
+    this object.
+    """
 
     @property
     def weights(self) -> RemoteWeights: ...
     def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-        """Raise ValueError if a server does not report its tokenizer, or if its tokens of this text are different."""
+        """Raise ValueError if a server does not report its tokenizer, or if it tokenizes `text` differently."""
 
     def generate(
         self, requests: Sequence[GenerationRequest], inbox: CompletionInbox | None = None
@@ -59,7 +64,7 @@ class RemoteEngine(Protocol):
 
     def update_weights(self, version: int, folder: Path) -> None:
         """Use the weights that have been published in `folder` as this version. No forward pass mixes two versions.
-        Open requests continue with the new weights, and their tokens record the version.
+        Open requests continue with the new weights; each token records the version that generated it.
         """
         ...
 
@@ -73,8 +78,10 @@ def same_weights(
 ) -> bool:
     """Whether the top tokens after the same prompts can come from the same weights, except for rounding.
 
-    More than half of the ids must be equal; not all, because two tokens may be almost equally likely. The
-    log-probabilities of equal ids must differ by less than `most` nats.
+    It is enough that more than half of the ids are equal, because rounding can swap two tokens with almost equal
+    probabilities. The log-probabilities of equal ids must differ by less than `most` nats.
+
+    before, now: pairs of a top token and its log-probability.
     """
     gaps = [abs(one[1] - other[1]) for one, other in zip(before, now, strict=False) if one[0] == other[0]]
     return len(before) == len(now) and 2 * len(gaps) > len(now) and all(gap < most for gap in gaps)
@@ -84,8 +91,10 @@ class JobEngine(Protocol):
     """Generates completions for all ranks together."""
 
     def complete(self, samples: Samples | None, *kinds: type[BaseException]) -> None:
-        """Generate all completions that samples of the first rank need; all ranks must call this. kinds: the errors
-        of `Samples.next_requests` that all ranks raise.
+        """Generate all completions that the samples of the first rank need. All ranks must call this method.
+
+        samples: the samples on the first rank, None on all other ranks.
+        kinds: the errors of `Samples.next_requests` that all ranks raise.
         """
 
 
@@ -93,8 +102,8 @@ class InJobEngine:
     """Generates in this job. Each rank generates some of the batches, and every rank gets all completions.
 
     Except for rounding, the completions do not depend on the number of ranks.
-    copy: the full copy of a sharded student; its decoder must be the generator's. It is None if the student is not
-        sharded.
+
+    copy: the full copy of a sharded student, with the decoder of `generator`; None if the student is not sharded.
     """
 
     def __init__(self, generator: Generator, copy: "StudentCopy | None" = None, version: int = 0):
@@ -127,9 +136,9 @@ class InJobEngine:
         """Generate completions. All ranks must call this with the same requests. If one rank fails, all ranks raise
         its error.
 
-        inbox: the first rank's inbox, which gets all completions. If it `is_early`, it gets each completion as soon
-            as it ends.
-        box: the name under which the other ranks send completions as soon as they end; see `EarlyMessages`.
+        inbox: the first rank's inbox, which gets all completions. If the inbox `is_early`, it gets each completion as
+            soon as this completion ends.
+        box: the name under which the other ranks send each completion as soon as it ends; see `EarlyMessages`.
         """
         early: CompletionCallback | None = inbox.put if inbox is not None and inbox.is_early else None
         if self._is_single_process:
@@ -138,7 +147,7 @@ class InJobEngine:
             self.generator.check(requests)
             batches = self._ranks.share(self.generator.batches(requests, least=self._ranks.size))
             receives: AbstractContextManager[object] = nullcontext()
-            if box is not None and early is not None:  # the first rank
+            if box is not None and early is not None:  # this is the first rank
                 others = len(requests) - sum(map(len, batches))
                 receives = self._messages.received(box, others, early)
             elif box is not None:
@@ -155,7 +164,7 @@ class InJobEngine:
         return completions
 
     def update_weights(self, version: int) -> None:
-        """Use the student's present weights from now on; all ranks must call this. version: their number."""
+        """Use the student's present weights from now on; all ranks must call this. version: their version."""
         if self._copy is not None:
             self._copy.refresh()
         self.version = version
@@ -171,11 +180,11 @@ class InJobEngine:
 class StudentCopy:
     """A full copy of a sharded student on each rank, because transformers' `generate` needs a full model.
 
-    All ranks must create it together. It has the student's dtype and device.
+    All ranks must create the copy together. The copy has the student's dtype and device.
 
     build: returns the full student as `ModelSource.build` does, with arbitrary weights or on the meta device.
 
-    Raises ValueError if no rank has a tensor of the copy, and ProofError if the copy's results are wrong.
+    Raises ValueError if the copy has a tensor that no rank has, and ProofError if the copy's results are wrong.
     """
 
     def __init__(self, student: DistributedStudent, build: Callable[[], Decoder]):
@@ -193,7 +202,9 @@ class StudentCopy:
                 owners.setdefault(name, coordinate)
         wanted = list(self.decoder.state_dict())
         if missing := [name for name in wanted if name not in owners]:
-            raise ValueError(f"no rank holds the student's tensor '{missing[0]}': expected a copy of the same model")
+            raise ValueError(
+                f"the copy has the tensor '{missing[0]}', which no rank of the student has: expected the same model"
+            )
         #: for each tensor of the copy, the first coordinate on the pipeline axis whose ranks have it
         self._owners = {name: owners[name] for name in wanted}
         self._trained = {name for names in self.mesh.ranks.gather(trained) for name in names}

@@ -1,7 +1,7 @@
-"""Completions in this process, with transformers' own `generate` and the student's present weights.
+"""Generates completions in this process, with transformers' own `generate` and the student's present weights.
 
-The model's `generation_config` has no effect here; the caller reads the end-of-sequence ids from it (`eos_ids`). B
-completions, S tokens of the longest prompt.
+The model's `generation_config` has no effect on the generation; the caller reads the end-of-sequence ids from it
+(`Sampling.eos_ids`). Dimensions: B completions, S tokens of the longest prompt.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,8 @@ class Generator:
     """Generates completions with a decoder.
 
     autocast: the dtype of matrix products, or None for the dtype of the weights.
-    batch_tokens: the maximum tokens of a batch (prompts, padding, completions). A batch of one request may have more.
+    batch_tokens: the maximum number of tokens of a batch (prompts, padding and completions). Only a batch of a single
+        request can have more.
     vocabulary: only ids below this number are sampled, because the tokenizer has no larger ids. The default is
         `counted_rows`.
     counted_rows: the number of rows of the head over which log-probabilities are normalised, or None for all rows.
@@ -62,11 +63,11 @@ class Generator:
             raise ValueError("stop texts need the tokenizer: expected Generator(..., tokenizer=...)")
         self.decoder, self.sampling, self.device = decoder, sampling, device
         self._name = typename(decoder.pretrained)
-        # padding on the left would move the windows of such models
+        # if a model has such windows, padding on the left would move them
         self._equal_lengths = bool(ModelFacts(decoder.config).row_windows)
         self._autocast, self.batch_tokens, self._tokenizer = autocast, batch_tokens, tokenizer
         self._processor = processor
-        #: the ids of placeholders. A completion must not have them, because there would be no features for them
+        #: the placeholder ids of media. A completion must not contain them, because they would have no features
         self.never: list[int] = []
         if processor is not None:
             self.never = sorted({*processor.placeholder_ids, *placeholder_ids(decoder.pretrained)})
@@ -82,8 +83,8 @@ class Generator:
         Except for rounding, a completion depends on its own request alone.
 
         version: the version of the present weights, which is recorded for each token.
-        early: is called with each completion as soon as it ends, while other completions of its batch are still
-            generated.
+        early: called with each completion as soon as this completion ends, while the model still generates other
+            completions of the batch.
 
         Raises the ValueError of `check`, and NotFiniteError, which is a ValueError, if logits are not finite.
         """
@@ -95,8 +96,10 @@ class Generator:
         return [completions_by_number[at] for at in range(len(requests))]
 
     def batches(self, requests: Sequence[GenerationRequest], least: int = 1) -> list[list[int]]:
-        """Divide requests into batches of similar lengths and the same sampling. A batch is a list of positions in
-        `requests`, with at most len(requests) / least entries. least: the number of processes that share the batches.
+        """Divide requests into batches of similar lengths and equal sampling settings. A batch is a list of positions
+        in `requests`, with at most len(requests) / least entries (rounded up).
+
+        least: the number of processes that share the batches.
         """
         samplings = [self._sampling(request) for request in requests]
         kinds = list(dict.fromkeys(samplings))
@@ -127,7 +130,7 @@ class Generator:
         errors: AbstractContextManager[object] = nullcontext(),  # noqa: B008 it has no state
         early: CompletionCallback | None = None,
     ) -> list[Completion]:
-        """Return the completions of one batch; the caller has called `check`.
+        """Return the completions of one batch. The caller must have called `check`.
 
         early: see `generate`.
         errors: a context manager around the call of the model's own `generate`.
@@ -210,13 +213,13 @@ class Generator:
                 raise ValueError("stop texts need the tokenizer: expected Generator(..., tokenizer=...)")
             if len(ids) == 0 or self._limit(request) < 1:
                 raise ValueError(
-                    f"request {request.number}: {len(ids)} tokens of a prompt and at most {self._limit(request)} new "
-                    "ones: expected at least one of each"
+                    f"request {request.number} has {len(ids)} prompt tokens and a limit of {self._limit(request)} "
+                    "new tokens: expected at least 1 of each"
                 )
             smallest, largest = int(ids.min()), int(ids.max())
             if smallest < 0 or largest >= rows:
                 raise ValueError(
-                    f"request {request.number}: token ids {smallest} to {largest}, expected 0 to {rows - 1}"
+                    f"request {request.number} has token ids {smallest} to {largest}: expected 0 to {rows - 1}"
                 )
         longest = max((len(request.prompt_ids) + self._limit(request) for request in requests), default=0)
         check_document_length(model, longest, self._name)
@@ -237,8 +240,8 @@ class Generator:
             ids_N, log_probs_N = (values_BN[row, : lengths[row]].copy() for values_BN in (ids_BN, log_probs_BN))
             if not np.isfinite(log_probs_N).all():
                 raise NotFiniteError(
-                    f"{self._name}: its logits are not finite when it writes a completion: "
-                    "expected finite weights, and a dtype wide enough for the model"
+                    f"{self._name}: its logits are not finite when it generates a completion: "
+                    "expected finite weights, and a dtype whose range is large enough for the model"
                 )
             versions_N = np.full(lengths[row], version, dtype=np.int32)
             completions.append(Completion(ids_N, log_probs_N, versions_N, "stop" if stopped[row] else "length"))
@@ -285,8 +288,8 @@ def check_generation(decoder: Decoder, device: torch.device, processor: MediaPro
             if not error <= _TOLERANCE[logits_SV.dtype]:
                 raise ValueError(
                     f"{typename(model)}: {what} gives log-probabilities that differ by {error:.2g} nats from "
-                    "those of its forward pass: expected a model that supports a cache and padding on the left; "
-                    "let a server write the completions (rollout.engine)"
+                    "those of its forward pass: expected a model that supports a cache and padding on the left. For "
+                    "another model, let a server generate the completions (rollout.engine)"
                 )
 
 
@@ -310,7 +313,9 @@ def _rounded_once(model: PreTrainedModel, device: torch.device, dtype: torch.dty
 
 
 class RoomyLayer(DynamicLayer):
-    """A layer of the cache with memory for `tokens` tokens. As in transformers, further tokens are concatenated."""
+    """A layer of the cache that allocates memory for `tokens` tokens at once. If there are more tokens, it
+    concatenates them as transformers' layer does.
+    """
 
     keys: Any
     values: Any
@@ -345,7 +350,9 @@ class RoomyLayer(DynamicLayer):
 
 
 def roomy_cache(model: PreTrainedModel, tokens: int) -> DynamicCache | None:
-    """A cache for one call of `generate`, or None if the model needs transformers' own cache."""
+    """A cache with memory for `tokens` tokens, for one call of `generate`. None if the model needs another cache of
+    transformers.
+    """
     if getattr(model, "_is_stateful", False) or model.config.is_encoder_decoder:
         return None
     cache = DynamicCache(config=model.config)

@@ -3,8 +3,8 @@
 Each source of prompts has two streams: groups, which are prompts with several samples each, and documents of the
 dataset. Each epoch of a stream is a permutation of its documents. For each prompt of a step, a draw by weights
 chooses the source (`PromptDraw`). The source's share then decides between its next group and its next documents of
-the dataset. So a source has the same streams as in a run with this source alone. Groups and samples are numbered from
-0 over all sources.
+the dataset. So a source has the same streams as in a run with this source alone. The numbers of groups and of samples
+count from 0 over all sources.
 """
 
 import math
@@ -32,8 +32,9 @@ class PromptSource:
     prompts: the number of documents with prompts.
     samples_per_prompt: the number of samples of a group.
     dataset: the number of documents with completions.
-    share: the share of generated completions. It is exact only over many steps, because a step takes whole groups.
-    weight: a number in proportion to the share of the run's prompts that this source gives.
+    share: the share of generated completions among all completions of this source. It is exact only over many steps,
+        because a step takes whole groups.
+    weight: a number proportional to the share of the run's prompts that this source gives.
     """
 
     prompts: int
@@ -59,8 +60,10 @@ class PromptGroup(NamedTuple):
 
 
 class PromptPlan:
-    """Computes the prompts of each step when they are needed. sources: the sources of prompts. Their documents with
-    prompts follow each other in this order, and so do their documents of the dataset.
+    """Computes the prompts of each step when they are needed.
+
+    sources: the sources of prompts. The documents with prompts are numbered over all sources in this order, and so
+        are the documents of the dataset.
     """
 
     def __init__(self, sources: Sequence[PromptSource], prompts_per_step: int, seed: int):
@@ -73,7 +76,7 @@ class PromptPlan:
         self._first_documents = list(accumulate((source.dataset for source in sources), initial=0))
         self._orders: dict[tuple[int, int], tuple[int, np.ndarray]] = {}  # the present epochs of the streams
         self._groups: list[PromptGroup] = []
-        #: for each planned step, the number of groups before it; last, the number of all planned groups
+        #: for each planned step, the number of groups before it; the last entry is the number of all planned groups
         self._stops = [0]
         self._from_dataset: list[list[int]] = []
 
@@ -103,7 +106,7 @@ class PromptPlan:
         return range(first, first + self.sources[self.group(group).source].samples_per_prompt)
 
     def group_of(self, sample: int) -> int:
-        """The group of a sample."""
+        """The number of a sample's group."""
         return sample // self.numbers_per_group
 
     def source_of(self, sample: int) -> int:
@@ -136,10 +139,10 @@ class PromptPlan:
             self._stops.append(len(self._groups))
 
     def _document(self, source: int, size: int, place: int, first_epoch: int) -> int:
-        """The document at a place of a source's stream.
+        """The number, within its source, of the document at a place of a stream.
 
         size: the number of the stream's documents.
-        first_epoch: the number of the permutation of its first epoch.
+        first_epoch: the number of the permutation of the stream's first epoch.
         """
         epoch, in_epoch = divmod(place, size)
         before, order_D = self._orders.get((source, first_epoch), (-1, None))
@@ -153,9 +156,9 @@ class PromptDraw:
     """The draw of prompts from weighted sources: it decides which source gives prompt number n of a run.
 
     Of the first n prompts, for every n, a source with the share s gives more than s·n − 1 and fewer than s·n + 1
-    (Tijdeman 1980, "The chairman assignment problem"). Some sources may give the next prompt without exceeding the
-    upper bound. Of these, the draw takes the source that would be the first to fall below the lower bound. The draw
-    depends only on the weights, and computes with exact fractions when a prompt is needed.
+    (Tijdeman 1980, "The chairman assignment problem"). Among the sources that can give the next prompt without
+    exceeding the upper bound, the draw takes the source that would be the first to fall below the lower bound. The
+    draw depends only on the weights, and computes with exact integers when a prompt is needed.
 
     weights: above 0, in any unit.
     """
@@ -180,7 +183,7 @@ class PromptDraw:
                 behind = (len(self._drawn) + 1) * weight - total * self._counts[source]
                 if others * behind < total and others:  # the source would exceed the upper bound
                     continue
-                # in proportion to the number of prompts until the source would fall below the lower bound
+                # proportional to the number of prompts until the source would fall below the lower bound
                 due = ((others - 1) * total - others * behind) * self._per_weight[source]
                 if best < 0 or due < earliest:
                     best, earliest = source, due
@@ -213,13 +216,13 @@ _AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 class RolloutSchedule:
     """Decides when groups of samples are requested and which groups a step trains on.
 
-    At step s, when the weights have version s, all groups of the steps up to s + ahead have been requested. Every
-    group is trained exactly once, and at most `max_staleness` steps after its request.
+    At step s, when the weights have version s, all groups of the steps up to s + ahead have been requested. Exactly
+    one step trains on each group, at most `max_staleness` steps after the group's request.
 
-    ahead: 0 for sync, 1 for one_step_off and 2 for two_step_off. For async, it is half of `max_staleness`, so that a
-        group may be delayed by the other half.
-    in_order: whether a step trains on its own groups. Under async, a step trains on the same number of groups, and
-        takes those that finish first, as long as later steps can still train on all other groups in time.
+    ahead: 0 for sync, 1 for one_step_off, 2 for two_step_off, and half of `max_staleness` (rounded up) for async, so
+        that a group can be delayed by the other half.
+    in_order: whether each step trains on the groups that the plan gives it. Under async, a step trains on as many
+        groups, but on those that finish first, as long as later steps can train on all other groups in time.
     last_step: the number of the run's last step, from 0.
     """
 

@@ -37,8 +37,8 @@ from stillhouse.models.pretrained import auto_class
 from stillhouse.parallel import DistributedStudent, StageWeight
 from stillhouse.rollout.published_folder import MANIFEST, VERSION_PREFIX, AdapterBase, WeightsManifest
 
-#: the largest size of a file, unless a single tensor is larger. To publish, a rank needs host memory of this size and
-#: the memory for all-gathering one tensor
+#: the largest size of a file in bytes, unless a single tensor is larger. To publish, a rank needs this much host
+#: memory and the memory for all-gathering one tensor
 BUCKET_BYTES = 512 * 2**20
 #: the number of versions that stay in the folder: a server may still be reading the second-newest version
 KEPT = 2
@@ -84,7 +84,7 @@ def publish(
             if tokenizer is not None:
                 save_tokenizer(tokenizer, partial)
             _write_manifest(partial, version, run, kind, base)
-            if final.exists():  # the run published it before it resumed from an earlier checkpoint
+            if final.exists():  # published before the run was resumed from an earlier checkpoint
                 shutil.rmtree(final)
             os.rename(partial, final)
             numbered = {path.name.removeprefix(VERSION_PREFIX): path for path in folder.glob(f"{VERSION_PREFIX}*")}
@@ -102,7 +102,7 @@ def version_folder(folder: Path, version: int) -> Path:
 def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) -> None:
     full_decoder, collects = _full_student(student), _collects(student)
     names, model = saved_names(full_decoder), full_decoder.pretrained
-    # on the last stage of a pipeline, the copy of a tied embedding has no name, because the first stage writes it
+    # on the last stage of a pipeline, the copy of a tied embedding has no saved name: the first stage writes it
     held = {names[name]: weight for name, weight in student.stage_weights().items() if name in names}
     buckets = _buckets(model, {name: weight.empty for name, weight in held.items()}, bucket_bytes)
     counts = student.ranks.gather(len(buckets) if collects else 0)
@@ -135,17 +135,19 @@ def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) 
                 metadata = {"total_parameters": model.num_parameters(), "total_size": sizes}
                 index = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
                 (partial / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            # if a tensor is missing, an engine would keep its old values and only log a warning
+            # if a tensor were missing, an engine would keep the tensor's old values and only log a warning
             saved = set(names.values())
             meta = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in saved}
             expected = set(_as_saved(model, meta)) if len(meta) == len(names) else set(files)
             if missing := sorted(expected ^ files.keys()):
-                words = f"{len(missing)} tensors are missing or not the model's, first '{missing[0]}'"
+                words = f"{len(missing)} tensors are missing or do not belong to the model, first '{missing[0]}'"
                 raise ValueError(f"{partial}: {words}")
 
 
 def _write_adapter(partial: Path, student: DistributedStudent) -> None:
-    """Each stage writes its matrices to the shared folder. Rank 0 merges these files into one adapter for peft."""
+    """Write the adapter: one rank of each stage writes the stage's LoRA matrices to the shared folder, and rank 0
+    merges these files into one adapter in peft's format.
+    """
     weights = student.stage_weights()
     matrices = {name: _gather(weight, student) for name, weight in weights.items() if is_lora(name)}
     number = student.ranks.rank if _collects(student) else -1
@@ -173,7 +175,9 @@ def _full_student(student: DistributedStudent) -> Decoder:
 
 
 def _gather(weight: StageWeight, student: DistributedStudent) -> Tensor:
-    """All-gather a tensor from the ranks that hold its shards. A rank that collects moves it to host memory."""
+    """All-gather a tensor from the ranks that hold its shards. On a rank that writes tensors (see `_collects`), the
+    result is in host memory.
+    """
     tensor = weight.gather()
     return tensor.detach().cpu().contiguous() if _collects(student) else tensor
 
@@ -219,7 +223,7 @@ def _buckets(model: PreTrainedModel, shapes: dict[str, Tensor], bucket_bytes: in
     if not all(is_converted(names) for names in groups.values() if len(names) > 1):
         raise ValueError(
             f"the weights of model type '{model.config.model_type}' cannot be published layer by layer: transformers "
-            "joins several layers when it saves; expected the engine transformers for this student"
+            "joins several layers when it saves; expected rollout.engine=transformers for this student"
         )
     sizes = {
         group: torch.empty(sum(shapes[name].nbytes for name in names), dtype=torch.uint8, device="meta")
@@ -230,7 +234,7 @@ def _buckets(model: PreTrainedModel, shapes: dict[str, Tensor], bucket_bytes: in
 
 
 def _layer(name: str) -> str:
-    """A tensor's name up to its first number, which is the number of the layer."""
+    """The beginning of a tensor's name, up to and including the number of the layer, or "" if there is no number."""
     parts = name.split(".")
     return ".".join(parts[: next((place for place, part in enumerate(parts, start=1) if part.isdecimal()), 0)])
 
@@ -251,7 +255,7 @@ def _write_manifest(
     for path in sorted(partial.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             tensors |= dict.fromkeys(file.keys(), path.name)
-            dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 the file is no dict
+            dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 `file` is no dict
     manifest = WeightsManifest(
         version=version,
         run=run,
@@ -268,7 +272,9 @@ def _write_manifest(
 
 @contextmanager
 def _errors_on_all_ranks(student: DistributedStudent) -> Iterator[None]:
-    """If a rank raises ValueError or OSError in the block, all ranks raise it. Otherwise, they would wait forever."""
+    """Make all ranks raise a ValueError or OSError that one rank raises in the block. Without this, the ranks without
+    the error would wait forever. A SafetensorError becomes an OSError.
+    """
     with student.ranks.all_raise(ValueError, OSError):
         try:
             yield

@@ -1,8 +1,8 @@
 """Reads a published version of the student's weights (see `publish.py`) without trusting its files.
 
 Other users may be able to write to this folder. So a file is opened only if the manifest names it and it is a regular
-file in the folder itself: links are not followed, and pipes do not block. The number of bytes read is limited. A
-file's content is used only if it has the hash of the manifest.
+file in the folder itself: links are not followed, and pipes do not block. The number of bytes that are read is
+limited. A file's content is used only if it has the hash that the manifest gives for it.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ class AdapterBase(BaseModel):
     """The model on which an adapter was trained.
 
     fingerprint: the hash of the model's files (`model_fingerprint`).
-    dtype: the dtype of its weights in the run.
-    quantize: the quantization of its linear layers, or None.
+    dtype: the dtype of the model's weights in the run.
+    quantize: the quantization of the model's linear layers, or None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -67,7 +67,7 @@ class WeightsManifest(BaseModel):
 
 
 class NoVersionError(ValueError):
-    """There is no version of the weights at a path. The message describes the problem."""
+    """A path has no complete version of the weights. The message describes the problem."""
 
 
 class PublishedFolder:
@@ -94,7 +94,9 @@ class PublishedFolder:
         self.sha256 = hashlib.sha256(content).hexdigest()
         numbered = re.fullmatch(rf"{VERSION_PREFIX}(\d+)", self.path.name)
         if numbered is not None and int(numbered[1]) != self.manifest.version:
-            raise ValueError(f"{self.path} holds version {self.manifest.version}: {_AGAIN}")
+            raise ValueError(
+                f"{self.path} holds version {self.manifest.version}, which is not the version in its name: {_AGAIN}"
+            )
         manifest = self.manifest
         for name in [*manifest.files, *manifest.tensors.values()]:
             shown = escaped(name)[:200]
@@ -104,10 +106,12 @@ class PublishedFolder:
                 raise ValueError(f"{self.path} lacks the file {shown}, which its {MANIFEST} names: {_AGAIN}")
         unknown = {name for name in names if name.endswith(".safetensors")} - manifest.files.keys()
         if unknown or not set(manifest.tensors.values()) <= manifest.files.keys():
-            raise ValueError(f"{self.path} does not hold the files that its {MANIFEST} names: {_AGAIN}")
+            raise ValueError(f"{self.path} has other files with tensors than its {MANIFEST} names: {_AGAIN}")
 
     def read(self, name: str, most_bytes: int) -> bytes:
-        """Read a file of the manifest. Raises ValueError for another hash, and for more than `most_bytes` bytes."""
+        """Read a file that the manifest names. Raises ValueError if the file's hash differs from the manifest, or if
+        the file has more than `most_bytes` bytes.
+        """
         with self._opened(name, most_bytes) as file:
             content = file.read(os.fstat(file.fileno()).st_size)
         self._require_hash(name, hashlib.sha256(content).hexdigest())
@@ -139,7 +143,7 @@ class PublishedFolder:
 
     def _require_hash(self, name: str, sha256: str) -> None:
         if sha256 != self.manifest.files[name]:
-            raise ValueError(f"{self.path / escaped(name)[:200]} is not what was published: {_AGAIN}")
+            raise ValueError(f"{self.path / escaped(name)[:200]} does not have its published content: {_AGAIN}")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The queue of samples between the engine that generates them and the steps that train on them.
 
-The queue's state in a checkpoint must belong to the checkpoint's step. Otherwise, samples could be trained twice or
-never. N tokens of a completion.
+The queue's state in a checkpoint must belong to the checkpoint's step. Otherwise, a resumed run could train on
+samples twice or never. Dimension: N tokens of a completion.
 """
 
 import math
@@ -22,8 +22,9 @@ class QueueState:
     """The state of a queue in a checkpoint.
 
     samples: the finished samples on which no step has trained yet.
-    requested_at: for each requested group that is not trained yet, the step at which it was requested.
-    trained: the trained groups with a larger number than some untrained group; empty if the schedule is in order.
+    requested_at: for each requested group on which no step has trained yet, the step at which it was requested.
+    trained: the groups on which a step has trained before all groups with smaller numbers were trained; empty if the
+        schedule is in order.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -34,9 +35,9 @@ class QueueState:
 class RolloutQueue:
     """The groups of samples that were requested and on which no step has trained yet.
 
-    samples: the samples under way.
-    servers: generate completions. If it is None, an engine in this job generates, and gets its requests from
-        `samples`.
+    samples: the samples that are being generated.
+    servers: the servers that generate completions, or None if an engine in this job generates them. Such an engine
+        gets its requests from `samples`.
     schedule: decides when a group is requested and which step trains on it.
     config: the section rollout of the first source of prompts, or None for its defaults.
     """
@@ -55,15 +56,15 @@ class RolloutQueue:
         self._last_chance: dict[int, int] = {}  # for each requested group, the last step that may train on it
         self._groups: dict[int, dict[int, Sample]] = {}  # finished samples by group, until a step takes the group
         self._finished: list[int] = []  # the groups whose samples are all finished, in the order of finishing
-        #: while an engine in this job generates samples of several turns: the samples that were requested together
+        #: the samples that an engine in this job is generating together, if they have several turns; otherwise empty
         self._incomplete: frozenset[int] = frozenset()
         self._trained: set[int] = set()
-        self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # by step, the groups it took, until `trained`
+        self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # the groups that each step took, until `trained`
         #: for the samples of the last `take`, the times of the first request and of the last finished sample
         self.taken_times = (0.0, 0.0)
 
     def start(self, step: int) -> None:
-        """Begin all groups that are due at a step, and samples missing after a resume.
+        """Start the samples of all groups that are due at a step, and samples that are missing after a resume.
 
         The engine must have the step's weights. Servers get the requests now; an engine in this job must complete
         `samples` before `collect` is called.
@@ -113,8 +114,8 @@ class RolloutQueue:
     def take(self, step: int) -> list[Sample]:
         """Wait for the samples on which a step trains, and return them in the order of their numbers.
 
-        The samples have their advantages. The choice does not depend on the time that rewards take. Until `trained`,
-        checkpoints still contain these samples.
+        The samples have their advantages. The choice of groups does not depend on the time that rewards take. Until
+        `trained` is called, checkpoints still contain these samples.
         """
         self.wait_for(step)
         groups = sorted(self._chosen(step))
@@ -127,7 +128,7 @@ class RolloutQueue:
         for samples in self._taken[step].values():
             in_order = [samples[number] for number in sorted(samples)]
             taken += with_advantages(in_order, self._config.advantage, self._config.deviation)
-        times = self.samples.times  # a checkpoint does not store them
+        times = self.samples.times  # samples from a checkpoint have no times
         starts, ends = zip((0.0, 0.0), *(times.pop(one.number) for one in taken if one.number in times), strict=True)
         self.taken_times = min(starts[1:], default=0.0), max(ends)
         return taken
@@ -145,12 +146,12 @@ class RolloutQueue:
         """The state for a checkpoint.
 
         After a resume, unfinished samples and rewards are requested again. If an engine in this job has failed, all
-        samples of several turns that were requested together are requested again: without those that have finished,
-        the engine would get other batches, with other rounding errors.
+        samples of several turns that were requested together are requested again. If only the unfinished samples were
+        requested again, the engine would get other batches, with other rounding errors.
         """
         self._keep(self.samples.salvage())
         groups = {group: samples for taken in self._taken.values() for group, samples in taken.items()}
-        # in the order in which groups finished, because a step chooses groups by it
+        # in the order in which groups finished, because a step chooses its groups by this order
         for group in [*self._finished, *self._groups]:
             groups.setdefault(group, self._groups[group])
         samples = [
@@ -174,7 +175,7 @@ class RolloutQueue:
         self._keep(state.samples)
 
     def _receive(self, seconds: float) -> None:
-        """With servers: take arrivals, wait up to `seconds` for the first arrival, and request the next turns."""
+        """If servers generate: wait up to `seconds` for completions, keep finished samples, request next turns."""
         if self.servers is None:
             return
         self.samples.receive(seconds)
@@ -214,7 +215,7 @@ class RolloutQueue:
         """For each step `until` from this step on: how many of the groups due by `until` this step must train on.
 
         A group is due by `until` if no step after `until` may train on it. The later steps up to and including
-        `until` have room for some of the due groups. This step must train on the rest. The number may be negative.
+        `until` have room for some of the due groups. This step must train on all others. The number can be negative.
         """
         least, room = {}, 0
         for until in range(step, step + self.schedule.max_staleness + 1):
@@ -231,7 +232,8 @@ def require_versions(samples: Sequence[Sample], step: int, max_staleness: int) -
         if not step - max_staleness <= oldest <= newest <= step:
             raise ValueError(
                 f"sample {sample.number} has tokens of versions {oldest} to {newest} in step {step + 1}: expected "
-                f"versions {max(0, step - max_staleness)} to {step}. The engine has other weights than it was given"
+                f"versions {max(0, step - max_staleness)} to {step}. The engine does not have the weights that it "
+                "was given"
             )
 
 
@@ -247,20 +249,21 @@ def _require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedu
     """
     requested_at, trained, ahead = state.requested_at, state.trained, schedule.ahead
     if both := sorted(requested_at.keys() & set(trained)):
-        raise ValueError(f"group {both[0]} is both asked for and trained: expected one of them")
+        raise ValueError(f"group {both[0]} is both requested and trained: expected only one of the two")
     if trained and (schedule.in_order or len(set(trained)) < len(trained)):
-        in_order = "none, because this schedule trains the groups in their order"
-        expected = in_order if schedule.in_order else "each of them once"
-        raise ValueError(f"the trained groups {trained[:9]}: expected {expected}")
+        in_order = "none, because this schedule trains on the groups in their order"
+        expected = in_order if schedule.in_order else "each group once"
+        raise ValueError(f"the checkpoint has the trained groups {trained[:9]}: expected {expected}")
     earliest, latest = max(0, step - schedule.max_staleness), schedule.last_requested(step)
     for group, at in requested_at.items():
-        is_planned = 0 <= group < plan.groups(latest).stop  # a wrong number may be huge: the plan must not reach it
+        # a damaged checkpoint can have a huge number, for which the plan would compute all groups before it
+        is_planned = 0 <= group < plan.groups(latest).stop
         due = plan.group(group).step if is_planned else -1
         if not (earliest <= due <= latest and max(0, due - ahead, earliest) <= at <= min(due, step)):
             raise ValueError(
-                f"group {group}, asked for at step {at}: after {step} steps, expected a group of the steps "
-                f"{earliest} to {latest}, asked for at most {ahead} steps before its own, and at step {earliest} to "
-                f"{step}"
+                f"group {group} was requested at step {at}: after {step} steps, expected a group of the steps "
+                f"{earliest} to {latest} that was requested at most {ahead} steps before its own step, and at one of "
+                f"the steps {earliest} to {step}"
             )
     # every group up to the last requested one is either requested or trained
     due = plan.groups(step).start  # the number of trained groups; under async, these are not always the first groups
@@ -271,13 +274,13 @@ def _require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedu
     if kept != list(range(first, first + len(kept))) or first + len(kept) not in stops:
         missing = sorted(set(range(first, max(stops))) - set(kept))
         raise ValueError(
-            f"the groups {kept[:9]} are asked for or trained, without the groups {missing[:9]}: after {step} steps, "
-            f"expected all from {first} to {' or '.join(str(stop - 1) for stop in sorted(stops))}"
+            f"the groups {kept[:9]} are requested or trained, without the groups {missing[:9]}: after {step} steps, "
+            f"expected all groups from {first} to {' or '.join(str(stop - 1) for stop in sorted(stops))}"
         )
     if first + len(trained) != due:
         raise ValueError(
-            f"{first + len(trained)} groups have been trained after {step} steps: expected {due}, as each step "
-            "trains as many groups as the plan gives it"
+            f"{first + len(trained)} groups have been trained after {step} steps: expected {due}, because each step "
+            "trains on as many groups as the plan gives it"
         )
 
 
@@ -289,13 +292,13 @@ def _require_samples(state: QueueState, step: int, plan: PromptPlan, under_way: 
     for sample in state.samples:
         group, problem = plan.group_of(sample.number), ""
         if group not in state.requested_at:
-            problem = f"is of group {group}, which was not asked for or is trained"
+            problem = f"is of group {group}, which was not requested or is trained already"
         elif sample.number not in (numbers := plan.samples(group)):
-            problem = f"is not of its group: expected one of {numbers}"
+            problem = f"has a number that its group does not have: expected one of {numbers}"
         elif sample.number in seen:
-            problem = "is there more than once"
+            problem = "is in the checkpoint more than once"
         elif sample.prompt != (prompt := plan.group(group).prompt):
-            problem = f"has prompt {sample.prompt}: expected {prompt}, that of its group"
+            problem = f"has prompt {sample.prompt}: expected {prompt}, the prompt of its group"
         else:
             oldest, newest = (state.requested_at[group], step) if by_student else (0, 0)
             settings = under_way.settings_of(sample.number)
@@ -310,9 +313,9 @@ def _problem(sample: Sample, settings: SourceSettings, vocabulary: int, versions
     if len(ids_N) > settings.max_new_tokens:
         return f"has {len(ids_N)} tokens: expected at most rollout.max_new_tokens, {settings.max_new_tokens}"
     if ids_N.min() < 0 or ids_N.max() >= vocabulary:
-        return f"has the ids {ids_N.min()} to {ids_N.max()}: expected 0 to {vocabulary - 1}"
+        return f"has the token ids {ids_N.min()} to {ids_N.max()}: expected 0 to {vocabulary - 1}"
     if not len(generated_N):
-        return "has no token that a model wrote"
+        return "has no token that a model generated"
     if settings.environment is None and len(generated_N) < len(ids_N):
         return "has tokens of an environment: this run has no rollout.environment and no rollout.tools"
     oldest, newest = generated_N.min(), generated_N.max()
@@ -324,7 +327,7 @@ def _problem(sample: Sample, settings: SourceSettings, vocabulary: int, versions
     if sample.reward is not None and settings.reward is None:
         return f"has the reward {sample.reward}: this run has no rollout.reward"
     if settings.object_gives_reward != (sample.object_reward is not None):
-        expected = "one" if settings.object_gives_reward else "none, as rollout.reward has no part environment"
+        expected = "one" if settings.object_gives_reward else "none, because rollout.reward has no part environment"
         return f"has {sample.object_reward} as the reward of its environment: expected {expected}"
     if sample.reward is not None and not math.isfinite(sample.reward):
         return f"has the reward {sample.reward}: expected a finite number"

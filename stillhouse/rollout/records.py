@@ -1,4 +1,7 @@
-"""The records of rollouts: requests to an engine, its completions, and samples. N tokens of a completion."""
+"""The records of rollouts: requests to an engine, its completions, and samples.
+
+Dimension: N tokens of a completion.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +25,9 @@ class Sampling:
     max_new_tokens: the maximum number of tokens of a completion, including its end of sequence.
     temperature: divides the logits; 0 means greedy decoding.
     top_p: the limit of nucleus sampling; 1 switches this filter off.
-    top_k, min_p: the limits of these filters; 0 switches a filter off.
-    stop: a completion ends after each of these texts and contains the text.
-    eos_ids: a completion ends after each of these tokens and contains the token.
+    top_k, min_p: the limits of the top-k filter and of the min-p filter; 0 switches a filter off.
+    stop: texts. A completion ends as soon as it contains one of these texts, which remains part of the completion.
+    eos_ids: token ids. A completion ends with the first of these tokens that is generated.
     """
 
     max_new_tokens: int
@@ -37,12 +40,12 @@ class Sampling:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """values: the dict of `asdict`, after it was sent as JSON."""
+        """Return the settings from the dict of `asdict`, after this dict was sent as JSON."""
         return cls(**dict(values) | {name: tuple(values[name]) for name in ("stop", "eos_ids")})
 
     @property
     def samples_all_tokens(self) -> bool:
-        """Whether no filter removes tokens. Tokens are then sampled from the recorded log-probabilities."""
+        """Whether no filter removes tokens. The recorded log-probabilities are then those of the sampling."""
         return self.top_p == 1 and self.top_k == 0 and self.min_p == 0
 
 
@@ -53,9 +56,9 @@ class GenerationRequest:
     number: a number that is unique in the run.
     prompt_ids: int32, at least one token.
     seed: the seed of the sampling, for engines that accept one.
-    max_new_tokens: a smaller limit than the limit of `Sampling`, or None for the limit of `Sampling`.
+    max_new_tokens: a limit below `Sampling.max_new_tokens`, or None for `Sampling.max_new_tokens`.
     media: the media of the prompt; `prompt_ids` has their placeholder tokens.
-    media_tensors: replace `media`: the tensors that a client's processor has computed; only in this process.
+    media_tensors: the tensors that a client's processor has computed, used instead of `media`. `as_json` omits them.
     sampling: the sampling settings, or None for the settings of the engine.
     """
 
@@ -88,13 +91,15 @@ class GenerationRequest:
 class Completion:
     """A completion with the log-probability and the version of each token.
 
-    ids_N: int32, with the end of sequence, if the model generated one.
+    ids_N: int32, including the end of sequence if the model generated one.
     log_probs_N: float32, the engine's own log-probabilities of these tokens over the full vocabulary, after the
         temperature.
-    versions_N: int32, the version of the weights that generated the token: the number of their optimizer steps.
-    finish: "stop" if the completion has ended, "length" if it was cut.
+    versions_N: int32, the version of the weights that generated each token, which is the number of optimizer steps of
+        the weights; `NOT_GENERATED` for tokens of an environment.
+    finish: "stop" if the model ended the completion, "length" if a limit of tokens cut it.
 
-    Raises ValueError for arrays of different lengths, no token, or a log-probability that is not finite or above 0.
+    Raises ValueError for empty arrays, arrays of different lengths, and a log-probability that is not finite or is
+    above 0.
     """
 
     ids_N: np.ndarray
@@ -106,20 +111,23 @@ class Completion:
         lengths = {len(self.ids_N), len(self.log_probs_N), len(self.versions_N)}
         if len(lengths) > 1 or lengths == {0}:
             raise ValueError(
-                f"a completion with {sorted(lengths)} ids, log-probabilities and versions: expected one each"
+                f"the ids, log-probabilities and versions of a completion have the lengths {sorted(lengths)}: "
+                "expected one length for all, at least 1"
             )
         if not (np.isfinite(self.log_probs_N).all() and self.log_probs_N.max() <= 1e-3):
-            raise ValueError("a completion with log-probabilities that are not finite, or above 0")
+            raise ValueError(
+                "a completion has log-probabilities that are not finite, or above 0: expected finite numbers up to 0"
+            )
 
     @classmethod
     def joined(cls, parts: Sequence[Self], *, is_cut: bool = False) -> Self:
-        """One completion of several parts. It ends as the last part does, or is cut after this part if `is_cut`."""
+        """Join the parts of a completion. `finish` is "length" if `is_cut`, and that of the last part otherwise."""
         columns = zip(*((part.ids_N, part.log_probs_N, part.versions_N) for part in parts), strict=True)
         ids_N, log_probs_N, versions_N = map(np.concatenate, columns)
         return cls(ids_N, log_probs_N, versions_N, "length" if is_cut else parts[-1].finish)
 
     def as_json(self) -> list[Any]:
-        # float64 represents every float32 exactly, and so does its decimal form
+        # `tolist` gives float64, which represents every float32 exactly; JSON keeps all digits of a float64
         return [self.ids_N.tolist(), self.log_probs_N.tolist(), self.versions_N.tolist(), self.finish]
 
     @classmethod
@@ -133,16 +141,15 @@ class Completion:
         )
 
 
-#: a function that gets a request's number and its completion; any thread may call it
+#: a function that gets a request's number and its completion, and that any thread is allowed to call
 CompletionCallback = Callable[[tuple[int, Completion]], None]
 
 
 class CompletionInbox:
-    """The completions that engines have generated, in the order of their arrival. Any thread may put a completion
-    into it.
+    """The completions that engines have generated, in the order of their arrival. `put` can be called in any thread.
 
-    is_early: whether a thread reads the inbox while the engine in this job generates other completions.
-    arrivals: tuples of a request's number, its completion or the error of the request, and the time of arrival in
+    is_early: whether a thread reads the inbox while the engine in this job still generates other completions.
+    arrivals: tuples of a request's number, the completion or the error of the request, and the time of arrival in
         seconds of `time.monotonic`.
     """
 
@@ -150,7 +157,7 @@ class CompletionInbox:
         self.is_early, self.arrivals = is_early, SimpleQueue[Any]()
 
     def put(self, content: Sequence[Any]) -> None:
-        """content: a request's number, and its completion, the JSON of its completion, or its error."""
+        """Add a result. content: a request's number, and the completion, its JSON, or the error of the request."""
         number, result = content
         result = Completion.from_json(result) if isinstance(result, list) else result
         self.arrivals.put((number, result, time.monotonic()))
@@ -158,15 +165,15 @@ class CompletionInbox:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A finished completion of a prompt, with the replies of an environment.
+    """A finished completion of a prompt, including the replies of an environment.
 
     number: the number of the sample in the run.
     prompt: the number of the prompt's document.
-    reward: None if the run has no reward.
+    reward: the reward of the completion, or None if the run has no reward or has not computed it yet.
     advantage: the reward relative to the rewards of the same prompt (see `with_advantages`).
     reward_parts: if the reward is a weighted sum, its parts without their weights; otherwise empty.
-    object_reward: the part of the reward that the sample's object in the environment gives, or None if it gives no
-        part.
+    object_reward: the part of the reward that the sample's object in the environment gives, or None if the reward has
+        no such part.
     tool_calls, tool_errors: the number of tool calls with a reply, and the number of these replies that are errors.
     """
 
@@ -182,7 +189,7 @@ class Sample:
 
     @property
     def is_generated_N(self) -> np.ndarray:
-        """Whether the model generated the token, bool; otherwise it comes from the environment."""
+        """For each token, whether the model generated it, [N] bool. Other tokens are replies of an environment."""
         return self.completion.versions_N != NOT_GENERATED
 
     @property

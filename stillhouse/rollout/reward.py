@@ -30,7 +30,7 @@ class RepeatedCall:
         self._first_arguments, self._futures = tuple[Any, ...](), list[Future[Any]]()
 
     def add(self, part: "WeightedCall", arguments: tuple[Any, ...], future: Future[Any]) -> None:
-        """Count a call, and repeat the first call when `_REPEATED_AFTER` calls were made."""
+        """Count a call of the part. When `_REPEATED_AFTER` calls were made, repeat the first call."""
         self._count += 1
         if self._count == 1:
             self._first_arguments, self._futures = arguments, [future]
@@ -44,7 +44,7 @@ class RepeatedCall:
             self._futures.append(again)
 
     def compare(self) -> None:
-        """Warn once, if both calls are done and their results differ."""
+        """Warn, at most once, if the first call and its repetition are done and their results differ."""
         if len(self._futures) < 2 or not all(future.done() for future in self._futures):
             return
         (first, again), self._futures = self._futures, []
@@ -58,9 +58,9 @@ class RepeatedCall:
         else:
             return
         self._warn(
-            f"{self._name} gives {number:.6g} and {second} for the same arguments: a reward that depends on anything "
-            "else is another one when the run is resumed. A function with state_dict and load_state_dict keeps its "
-            "state"
+            f"{self._name} gives {number:.6g} and {second} for the same arguments: a reward that depends on more "
+            "than its arguments can change when the run is resumed. If the function has a state, give it state_dict "
+            "and load_state_dict, so that checkpoints keep the state"
         )
 
 
@@ -68,8 +68,9 @@ class RepeatedCall:
 class WeightedCall:
     """A part of a reward, and the call that computes it.
 
-    calls, key, path: the call of the user's function or server. If `calls` is None, the sample's object gives the
-        part.
+    calls: makes the call of the user's function or server, or None if the sample's object in the environment gives
+        the part.
+    key, path: the arguments of the call that name the function or the server (see `Calls`).
     takes_turns: whether the call has an argument for the turns.
     repeated: repeats the first call. If it is None, no call is repeated.
     """
@@ -98,10 +99,10 @@ class RewardSum:
         turns: Sequence[Turn],
         object_reward: Future[float] | None = None,
     ) -> "PendingReward":
-        """Request the reward of a completion. Functions in this process raise UserFunctionError at once.
+        """Request the reward of a completion. A function in this process raises UserFunctionError at once.
 
         source: `file:line` of the record.
-        turns: the pieces of the completion.
+        turns: the turns and the replies of the completion, in their order.
         object_reward: the part that the sample's object gives.
         """
         futures = []
@@ -125,7 +126,7 @@ class RewardSum:
 
 @dataclass(frozen=True)
 class PendingReward:
-    """A requested reward. futures: the results of its parts, in the order of the parts."""
+    """A requested reward. futures: the results of the reward's parts, in the order of the parts."""
 
     sum: RewardSum
     futures: Sequence[Future[float]]
@@ -151,7 +152,8 @@ class PendingReward:
 Deviation = Literal["population", "sample"]
 
 _LARGEST = float(np.finfo(np.float32).max)
-#: cosines of equal vectors differ by up to four units in the last place
+#: rewards that differ by at most this many units in the last place are equal; cosines of equal vectors differ by up
+#: to four units
 _UNITS = 4
 
 
@@ -160,8 +162,9 @@ def with_advantages(
 ) -> list[Sample]:
     """Return the samples of one prompt with their advantages: the reward minus the mean reward of the prompt.
 
-    "normalized" also divides by the standard deviation of these rewards (Shao et al. 2024, arXiv:2402.03300, section
-    4.1.2), and gives 0 if `rewards_are_equal`. Advantages are 0 if the samples have no rewards.
+    With "normalized", the difference is divided by the standard deviation of these rewards (Shao et al. 2024,
+    arXiv:2402.03300, section 4.1.2), or the advantage is 0 if `rewards_are_equal`. Samples without rewards are
+    returned without a change.
 
     Raises ValueError for centered advantages that float32 cannot represent.
     """
@@ -185,8 +188,8 @@ def with_advantages(
     if max(map(abs, advantages)) > _LARGEST:
         raise ValueError(
             f"rollout.reward gives rewards from {min(raw_rewards):g} to {max(raw_rewards):g} for the completions of "
-            f"a prompt: with rollout.advantage=centered, expected differences below {_LARGEST:.2g}; normalized takes "
-            "any"
+            f"a prompt: with rollout.advantage=centered, expected differences below {_LARGEST:.2g}. "
+            "rollout.advantage=normalized accepts all finite rewards"
         )
     return [replace(sample, advantage=advantage) for sample, advantage in zip(samples, advantages, strict=True)]
 
@@ -194,8 +197,8 @@ def with_advantages(
 def rewards_are_equal(rewards: Sequence[float]) -> bool:
     """Whether rewards differ at most by the rounding of the dtype in which they were computed.
 
-    This dtype is float32 if float32 can represent all rewards exactly, as for rewards of a model in float32, and
-    float64 otherwise. If all rewards are whole numbers, such as counts, it is float64, too.
+    If float32 can represent all rewards exactly, the dtype is assumed to be float32, the dtype of many reward models.
+    Otherwise, and if all rewards are whole numbers, such as counts, it is assumed to be float64.
     """
     with np.errstate(over="ignore"):
         is_of_float32 = all(float(np.float32(reward)) == reward for reward in rewards)
@@ -211,6 +214,8 @@ def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
 
 
 def _scaled(rewards: Sequence[float]) -> tuple[list[float], int]:
-    """Divide the rewards by a power of two, which is exact, so that none is above 1; also return the exponent."""
+    """Divide the rewards by a power of two, which is exact, so that all absolute values are below 1. Also returns the
+    exponent of the power.
+    """
     exponent = math.frexp(max(map(abs, rewards)))[1]
     return [math.ldexp(reward, -exponent) for reward in rewards], exponent

@@ -1,6 +1,7 @@
 """The rollouts of an on-policy run: `Rollout.take` gives the samples of a step to all ranks.
 
-Rank 0 has the queue of samples. Rewards and environments run only there, or in worker processes on its host.
+Only rank 0 has the queue of samples. Rewards and environments run in the process of rank 0, or in worker processes on
+the host of rank 0.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,15 +34,17 @@ class ServedStudent(Protocol):
     """Gives the student's weights to servers. Both methods are collectives of all processes."""
 
     def publish(self, version: int) -> None:
-        """Write the weights to a folder; the servers may still generate."""
+        """Write the weights to a folder. During this, the servers still generate with the previous weights."""
 
     def update(self, version: int) -> None:
-        """Let the servers load the published weights, and prove that they use them."""
+        """Make the servers load the published weights, and prove that the servers use these weights."""
 
 
 @contextmanager
 def errors_of_signals() -> Iterator[None]:
-    """Raise SignalsLostError if servers do not answer, or if a user's function does not return after a signal."""
+    """Turn the errors for servers that do not answer (ServerError) and for a user's function that does not return
+    after a signal (OverdueError) into SignalsLostError.
+    """
     try:
         yield
     except (ServerError, OverdueError) as error:
@@ -57,7 +60,8 @@ class Rollout:
     served: gives the student's weights to servers. It is None without servers, and for servers that keep their own
         weights.
     queue, functions: the samples, and the calls of the user's functions, on rank 0.
-    prompts, dataset: the documents of `plan`. packer: packs the documents of a step.
+    prompts, dataset: the documents to which the numbers in `plan` refer.
+    packer: packs the documents of a step.
     """
 
     rollouts: Sequence[RolloutConfig]
@@ -80,9 +84,9 @@ class Rollout:
     def take(self, step: int, timeline: RolloutLog) -> list[Sample]:
         """Return the samples of a step, with rewards and advantages, on all ranks. A collective of all processes.
 
-        First, the engine gets the weights of this step and the requests that are due. Except under async, the
-        completions for this step are finished before the weights change. All ranks raise the errors of rank 0:
-        ValueError, UserFunctionError, and the errors of `errors_of_signals`.
+        First, the engine gets the weights of this step and the requests that are due. Except under async, completions
+        for this step that an earlier step requested are finished before the weights change. All ranks raise the
+        errors of rank 0: ValueError, UserFunctionError and SignalsLostError.
         """
         queue, phase = self.queue, f"the completions of step {step + 1}"
         with watchdog.nested(phase, timed=False):
@@ -101,8 +105,10 @@ class Rollout:
         return self._taken[step]
 
     def micro_batches(self, steps: Iterable[int], timeline: RolloutLog) -> Iterator[ShardedMicroBatches | None]:
-        """Yield this process's part of each step, which has its samples and the dataset's completions. Under
-        two_step_off, yield None as long as the samples of a step after the last `take` are not finished.
+        """For each step, yield this process's part of the micro-batches of the step's samples and dataset documents.
+
+        If `take` has not been called for a step, yield None until it has been called. Under two_step_off, the samples
+        of this step are taken without `take` as soon as they are finished.
         """
         for step in steps:
             while step not in self._taken and not self._take_early(step, timeline):
@@ -118,19 +124,19 @@ class Rollout:
             self.queue.trained(step)
 
     def finish(self) -> None:
-        """Wait until the environments of the last samples have ended. Raises their errors on all ranks."""
+        """Wait until the environments have dropped the objects of the last samples. Raises errors on all ranks."""
         with watchdog.nested("the end of environments", timed=False), self.shared():
             if self.queue is not None:
                 self.queue.samples.wait_until_dropped()
 
     @contextmanager
     def shared(self) -> Iterator[Shared]:
-        """`Ranks.shared` with the errors of `take`."""
+        """Enter `Ranks.shared`, and raise the errors of `take` on all ranks."""
         with errors_of_signals(), self._ranks.shared(*ERRORS) as shared:
             yield shared
 
     def _update_weights(self, step: int, timeline: RolloutLog) -> None:
-        """Give the weights of this step to the engine, if the student generates."""
+        """Give the weights of this step to the engine, if the student generates the samples."""
         if self.served is not None:
             with timeline.trainer(f"publish version {step}", step + 1, "weights"):
                 self.served.publish(step)  # the servers still generate

@@ -5,8 +5,8 @@ sampler chooses the tokens itself and returns scores of −inf for all other ids
 Each completion has its own random numbers. So, except for rounding, a completion does not depend on the other
 completions of its batch. The global random state is neither read nor changed.
 
-B completions, S tokens of prompt and completion so far, V rows of the head, N tokens of a completion, K blocks of C
-ids.
+Dimensions: B completions, S tokens of prompt and completion so far, V rows of the head, N tokens of a completion, K
+blocks of C ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class TokenSampler(LogitsProcessor):
     tokens: the maximum number of tokens of a completion.
     vocabulary: only ids below this number are sampled.
     counted: the number of rows of the head over which log-probabilities are normalised, or None for all rows.
-    never: ids that are never sampled. The log-probabilities of other ids do not change because of this.
+    never: ids that are never sampled. They still count in the normalisation of the log-probabilities.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TokenSampler(LogitsProcessor):
         self._vocabulary, self._counted = vocabulary, counted
         self._is_greedy = sampling.temperature == 0
         self._temperature = sampling.temperature or 1.0
-        # in transformers' order; vLLM applies min_p first
+        # the filters are applied in transformers' order; vLLM applies min_p first
         self._filters: list[LogitsProcessor] = []
         if sampling.top_k:
             self._filters.append(TopKLogitsWarper(sampling.top_k))
@@ -117,7 +117,9 @@ class TokenSampler(LogitsProcessor):
         return ids_BC.gather(1, (inside_BC + noise_BC).argmax(-1, keepdim=True))[:, 0]
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """The ids, int32, and their log-probabilities, float32, [B, steps]; undefined after the end of a row."""
+        """The sampled ids, int32, and their log-probabilities, float32, both [B, N]. Values after the end of a
+        completion have no meaning.
+        """
         ids_BN, log_probs_BN = torch.stack(self._ids_B, 1), torch.stack(self._log_probs_B, 1)
         return ids_BN.int().cpu().numpy(), log_probs_BN.float().cpu().numpy()
 
@@ -127,7 +129,7 @@ class EndOfCompletion(StoppingCriteria):
 
     Only new tokens are examined, because a prompt may contain ends of sequence and parts of stop texts.
 
-    on_end: called with the rows that end, after their last token.
+    on_end: called after each token at which completions end, with the numbers of their rows.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class EndOfCompletion(StoppingCriteria):
         self._stop, self._tokenizer, self._prompt_tokens = sampling.stop, tokenizer, prompt_tokens
         self._eos = torch.tensor(sampling.eos_ids, dtype=torch.int64, device=device)
         self._limit_B = torch.tensor(limits, device=device)
-        self._length_B = torch.zeros_like(self._limit_B)  # 0: not ended
+        self._length_B = torch.zeros_like(self._limit_B)  # 0 means that the completion has not ended
         self._is_stop_B = torch.zeros_like(self._limit_B, dtype=torch.bool)
 
     def __call__(self, input_ids_BS: Tensor, scores: object, **_: object) -> Tensor:
@@ -161,7 +163,7 @@ class EndOfCompletion(StoppingCriteria):
         return self._length_B > 0
 
     def result(self) -> tuple[list[int], list[bool]]:
-        """For each completion, the number of tokens, and whether it ended by itself before its limit."""
+        """For each completion, the number of tokens, and whether an end of sequence or a stop text ended it."""
         return self._length_B.tolist(), self._is_stop_B.tolist()
 
 
@@ -186,7 +188,7 @@ def _gumbel(seeds_B2: Tensor, counters_BC: Tensor) -> Tensor:
     a small u is exact in float32. A u that rounds to 1 would give −inf, so u is clamped to the largest float32 below
     1. The 31 bits of u are a hash of counter and seeds, and the same on every device.
     """
-    state_BC = counters_BC * _GOLDEN + seeds_B2[:, :1]  # integers wrap around
+    state_BC = counters_BC * _GOLDEN + seeds_B2[:, :1]  # int32 wraps around when it overflows
     state_BC = _mixed(state_BC, 16) * _FIRST + seeds_B2[:, 1:]
     state_BC = _mixed(_mixed(state_BC, 13) * _SECOND, 16)
     uniform_BC = (((state_BC & 0x7FFFFFFF).float() + 0.5) * 2.0**-31).clamp(max=_BELOW_1)
@@ -194,5 +196,5 @@ def _gumbel(seeds_B2: Tensor, counters_BC: Tensor) -> Tensor:
 
 
 def _mixed(state: Tensor, bits: int) -> Tensor:
-    """state ^ (state >> bits), with a logical shift."""
+    """Return state ^ (state >> bits), with a logical shift."""
     return state ^ ((state >> bits) & ((1 << (32 - bits)) - 1))

@@ -1,7 +1,7 @@
-"""The samples under way, turn by turn: the model generates, an environment may reply, and the model continues.
+"""Generates samples turn by turn: the model generates a turn, an environment can reply, and the model continues.
 
 `Samples` makes the requests for completions, and takes the completions from an inbox. Without an environment, a
-sample is one turn. Replies of an environment are part of the sample, but not targets.
+sample is one turn. Replies of an environment are part of the sample, but the student is not trained on them.
 """
 
 import threading
@@ -24,21 +24,22 @@ from stillhouse.rollout.records import NOT_GENERATED, Completion, CompletionInbo
 from stillhouse.rollout.reward import PendingReward, RewardSum
 from stillhouse.rollout.turns import CallArguments, Reply, SampleTurns, TurnReplies, done, turn_texts
 
-#: seconds between two calls of `alive` while a sample waits for a completion, a reply or its reward
+#: seconds between two calls of `alive` while a method waits for completions, replies or rewards
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """How samples of the prompts of one source are generated.
+    """The settings with which samples are generated for the prompts of one source.
 
     max_new_tokens: the maximum number of tokens of a sample: all turns of the model and all replies together.
     sampling: how tokens are sampled, or None for the engine's own settings.
-    reward, environment: compute the reward and the replies. If one is set, the prompts need the records of the data.
+    reward, environment: compute the reward and the replies of a sample. If either is set, the prompts must have the
+        records of the data.
     calls_from_any_thread: whether a reward or a reply is requested as soon as the model's turn ends, even while the
         engine generates other completions. Otherwise, `Samples.receive` requests it.
     max_turns: the maximum number of turns of the model.
-    object_gives_reward: whether the sample's object in `environment` gives a part of `reward`.
+    object_gives_reward: whether the object that `environment` keeps for each sample gives a part of `reward`.
     """
 
     max_new_tokens: int
@@ -57,11 +58,11 @@ class OpenSample:
     record, source: the record of the prompt, and its `file:line`.
     parts: the model's completions and the environment's replies so far, in their order.
     turns, replies: the number of the model's turns so far, and the replies to them.
-    is_requested: whether the present turn is requested and has not arrived.
-    reply_calls: for each finished turn of the model, the turns so far and the requested reply, or None if the sample
-        ends with this turn.
-    object_reward: the reward that the sample's object gives, from its request on.
-    goes_on: whether the model generates another turn; None until the reply to the present turn has arrived.
+    is_requested: whether the model's next turn has been requested and has not arrived.
+    reply_calls: by the number of each finished turn of the model (from 0): the turns so far and the future of the
+        reply, or None if the sample ends with this turn.
+    object_reward: the future of the reward that the sample's object gives, or None if it has not been requested.
+    goes_on: whether the model generates another turn; None until the reply to the last turn has been added.
     is_cut: whether the environment's last reply has used up the remaining tokens.
     requested_at, ended_at: the times of the first request and of the last completion (`time.monotonic`).
     """
@@ -90,19 +91,19 @@ class OpenSample:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the completion, the reply or the object's reward is missing."""
+        """Whether a requested completion, a requested reply or the requested reward of the object is missing."""
         if self.is_requested:
             return True
         call, reward = self.reply_calls[self.turns - 1], self.object_reward
         return (call is not None and not call[1].done()) or (reward is not None and not reward.done())
 
     def texts(self, tokenizer: PreTrainedTokenizerBase, parts: Sequence[Completion]) -> CallArguments:
-        """The arguments of a reward or an environment: prompt, text of these parts, record and source."""
+        """The arguments for a reward or an environment: the prompt, the text of `parts`, the record, its source."""
         completion = tokenizer.decode(Completion.joined(parts).ids_N, skip_special_tokens=True)
         return tokenizer.decode(self.prompt_ids), completion, self.record, self.source
 
     def ended_turns(self, tokenizer: PreTrainedTokenizerBase, parts: Sequence[Completion]) -> SampleTurns:
-        """The turns and replies for the environment. A turn that was cut is left out."""
+        """The turns in `parts` and the replies so far, for the environment. A turn that was cut is omitted."""
         generated = [part for part in parts if part.versions_N[0] != NOT_GENERATED]
         turns = [part.ids_N for part in generated if part.finish == "stop"]
         return SampleTurns(self.number, self.texts(tokenizer, parts), turns, list(self.replies))
@@ -137,12 +138,12 @@ class OpenSample:
 
 
 class Samples:
-    """The samples under way. Only the first rank has them.
+    """The samples that are being generated. Only the first rank has them.
 
     sources: the settings of each source of `plan`.
-    together: whether samples that are requested together continue together, after the replies to all of them. An
-        engine in this job then always gets the same batches.
-    alive: called about once per second while a method waits; may raise an error.
+    together: whether samples whose turns are requested together also continue together, when the replies to all these
+        turns have arrived. An engine in this job then always gets the same batches.
+    alive: called about once per second while a method waits. An error that it raises ends the wait.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Samples:
         #: for each finished sample, by its number: the times of its first request and of its last completion
         self.times: dict[int, tuple[float, float]] = {}
         self.inbox = CompletionInbox(is_early=any(source.calls_from_any_thread for source in sources))
-        #: the input of `receive`: contents of the inbox, and futures of replies that are done
+        #: the input of `receive`: contents of the inbox, and futures of replies and of objects' rewards that are done
         self._arrivals: SimpleQueue[Any] = SimpleQueue() if self.inbox.is_early else self.inbox.arrivals
         if self.inbox.is_early:
             threading.Thread(target=self._read_early, name="inbox of samples", daemon=True).start()
@@ -184,11 +185,11 @@ class Samples:
 
     @property
     def under_way(self) -> set[int]:
-        """The numbers of the samples that are not finished."""
+        """The numbers of the samples that have been started and are not finished."""
         return {sample.number for sample in chain(self._next, *self._rounds)}
 
     def start(self, samples: Sequence[tuple[int, int]]) -> None:
-        """Begin samples. samples: pairs of a sample's number and its prompt's number."""
+        """Start samples. samples: pairs of a sample's number and its prompt's number."""
         has_media, now = self.prompts.has_media, time.monotonic()
         for number, prompt in samples:
             sample = self._opened(number, prompt)
@@ -218,29 +219,33 @@ class Samples:
         return requests
 
     def next_requests(self) -> list[GenerationRequest]:
-        """Wait until completions are needed, and return their requests, or [] at the end. Raises as `receive`."""
+        """Wait until completions are needed, and return their requests, or [] if all samples are finished. Raises the
+        errors of `receive` and of `alive`.
+        """
         while not self._next and self._rounds:
             if not self.receive(SECONDS_BETWEEN_LOOKS):
                 self.alive()
         return self.take_requests()
 
     def receive(self, seconds: float) -> bool:
-        """Take all arrivals, and wait up to `seconds` seconds for the first one; returns whether there was one.
+        """Process all completions and replies that have arrived, and return whether there were any. If none has
+        arrived, wait up to `seconds` seconds for the first.
 
         Raises ServerError if no server answers in time, UserFunctionError if a reward or a reply is invalid, and
         OverdueError if one of the user's functions does not return after a signal.
         """
         arrivals = self._arrived(seconds)
         completed, errors = self._add_completions(arrivals)
-        for sample in completed:  # a call may fail; a checkpoint then has all completions
+        # all completions were added before the first call, because a call can fail, and a checkpoint needs them all
+        for sample in completed:
             self._call_about(sample, sample.parts, sample.turns - 1)
         if errors:
             raise errors[0]
-        # collect the next turns of all rounds whose replies have arrived, and the samples that have ended
+        # in rounds of which everything has arrived, add the replies, and request the rewards of samples that end
         for sample in chain.from_iterable(self._complete_rounds()):
             if sample.goes_on is None and not sample.add_reply():
                 self._request_rewards(sample, sample.parts)
-        complete = self._complete_rounds()  # without samples whose objects must still give their rewards
+        complete = self._complete_rounds()  # no longer contains rounds that wait for a reward of an object
         self._rounds = [members for members in self._rounds if members not in complete]
         for sample in chain.from_iterable(complete):
             if sample.goes_on:
@@ -257,7 +262,7 @@ class Samples:
         return bool(arrivals)
 
     def finished(self) -> list[Sample]:
-        """Return the samples finished since the last call. Rewards may be missing; `rewarded` waits for them."""
+        """Return the samples that have finished since the last call. Rewards can be missing; see `rewarded`."""
         samples, self._finished = self._finished, []
         return samples
 
@@ -271,19 +276,21 @@ class Samples:
         return sample
 
     def has_reward(self, sample: Sample) -> bool:
-        """Whether `rewarded` does not wait. If a sample of a checkpoint has no reward, this requests it."""
+        """Whether `rewarded` would return at once. If a sample from a checkpoint lacks its reward, this method
+        requests the reward.
+        """
         reward = self._missing_reward(sample)
         return reward is None or reward.is_done
 
     def with_present_reward(self, sample: Sample) -> Sample:
-        """The sample, with its reward if the reward is done. Does not wait, and raises no error of the reward."""
+        """Return the sample, with its reward if already known. Neither waits nor raises errors of the reward."""
         reward = self._rewards.get(sample.number)
         with suppress(Exception):
             return sample if reward is None or not reward.is_done else reward.added_to(sample)
         return sample
 
     def wait_until_dropped(self) -> None:
-        """Wait until the environment has dropped all its objects. Raises ValueError if an object fails at its end."""
+        """Wait until the environments have dropped all objects. Raises ValueError if an object's end fails."""
         for source in self.sources:
             if source.reward is not None:
                 source.reward.compare_repeated()
@@ -293,13 +300,13 @@ class Samples:
             self._dropped.pop(0).result()
 
     def salvage(self) -> list[Sample]:
-        """Return the finished samples, without rewards, for a checkpoint. This neither waits nor raises the errors of
-        samples. A sample with an environment remains under way.
+        """Return the finished samples, without rewards, for a checkpoint. This method neither waits nor raises the
+        errors of samples. It does not process new completions of samples with an environment.
         """
         for arrival in self._arrived(0.0):
             sample = self._requested.get(arrival[0]) if isinstance(arrival, tuple) else None
             if sample is None or sample.settings.environment is not None or isinstance(arrival[1], Exception):
-                self._arrivals.put(arrival)  # for `receive`, which raises its error or makes its calls
+                self._arrivals.put(arrival)  # `receive` raises the error, or requests the reply or the reward
             else:
                 self._add_completions([arrival])
         under_way = chain.from_iterable(self._rounds)
@@ -325,7 +332,7 @@ class Samples:
     def _read_early(self) -> None:
         for arrival in iter(self.inbox.arrivals.get, None):
             number, result, _ = arrival
-            with suppress(Exception), self._lock:  # `receive` repeats a call that fails, and raises its error
+            with suppress(Exception), self._lock:  # `receive` repeats a failed call, and raises the error
                 sample = self._requested.get(number)
                 if sample is not None and sample.settings.calls_from_any_thread and isinstance(result, Completion):
                     self._call_about(sample, [*sample.parts, result], sample.turns)
@@ -347,7 +354,9 @@ class Samples:
         return completed, errors
 
     def _call_about(self, sample: OpenSample, parts: Sequence[Completion], turn: int) -> None:
-        """Request the reply to a turn, or the rewards of a sample that ends with it; only once for a turn."""
+        """Request the reply to a turn or, if the sample ends with this turn, the rewards of the sample. A second call
+        for the same turn does nothing.
+        """
         with self._lock:
             if turn in sample.reply_calls:
                 return
@@ -358,7 +367,7 @@ class Samples:
                 turns = sample.ended_turns(self.tokenizer, parts)
                 if (reply := environment.request(turns)) is not None:
                     call = turns, reply
-                    reply.add_done_callback(self._arrivals.put)  # ends a wait of `receive`
+                    reply.add_done_callback(self._arrivals.put)  # `receive` then stops waiting
             sample.reply_calls[turn] = call
             if call is None:
                 self._request_rewards(sample, parts)
@@ -367,7 +376,9 @@ class Samples:
         return [members for members in self._rounds if not any(sample.is_waiting for sample in members)]
 
     def _missing_reward(self, sample: Sample) -> PendingReward | None:
-        """The reward of a finished sample, possibly from a checkpoint. None if none is missing."""
+        """The pending reward of a finished sample, requested now if the sample comes from a checkpoint. None if the
+        sample has its reward, or if its source has no reward.
+        """
         if self.settings_of(sample.number).reward is None or sample.reward is not None:
             return None
         if sample.number not in self._rewards:
@@ -377,7 +388,7 @@ class Samples:
         return self._rewards[sample.number]
 
     def _request_rewards(self, sample: OpenSample, parts: Sequence[Completion]) -> None:
-        """Request the reward of an ended sample, and its object's part, unless they are requested already."""
+        """Request the reward of an ended sample and the part that its object gives, if not requested before."""
         with self._lock:
             if sample.settings.object_gives_reward and sample.object_reward is None:
                 assert sample.settings.environment is not None

@@ -1,4 +1,4 @@
-"""The turns of a sample, and the replies to the turns, which a registered environment gives."""
+"""The turns of a sample, and the replies that a registered environment gives to the turns."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,9 @@ CallArguments = tuple[str, str, Mapping[str, Any], str]
 class Reply(NamedTuple):
     """The reply to a turn.
 
-    content: the text of an environment, or the texts of the tools that the turn calls.
-    ids: the reply's tokens. If it is long, this may be only its beginning, with at least as many tokens as were
-        requested.
-    calls, errors: the number of tool calls that it answers, and the number of errors among the answers.
+    content: the text of an environment, or the texts that the called tools return.
+    ids: the reply's tokens. Of a long reply, these can be the first tokens only, at least as many as were requested.
+    calls, errors: the number of tool calls that the reply answers, and the number of errors among the answers.
     """
 
     content: Any
@@ -49,8 +48,8 @@ class SampleTurns:
 
 
 class Calls(Protocol):
-    """Calls functions or servers by configuration key and path or URL. If a call fails, its future raises
-    UserFunctionError.
+    """Calls a function by its configuration key and path, or a server by its configuration key and URL. If a call
+    fails, its future raises UserFunctionError.
     """
 
     def request(self, key: str, path: str, *arguments: Any) -> Future[Any]: ...
@@ -60,7 +59,7 @@ class Calls(Protocol):
 class EpisodeCalls:
     """The calls of one environment, or of tools, by their key and path.
 
-    They get the turns of a sample as an `Episode`. An episode without turns ends the sample's object.
+    The calls get the turns of a sample as an `Episode`. An episode without turns ends the sample's object.
 
     takes_episodes: whether the calls get episodes. An environment that is a function has no state, and needs no
         episodes.
@@ -85,27 +84,34 @@ def done(value: Any) -> Future[Any]:
 
 
 class TurnReplies(ABC):
-    """Replies to the turns of samples. Any thread may call the methods. calls: the calls of the user's functions."""
+    """Replies to the turns of samples. The methods can be called in any thread.
+
+    calls: the calls of the user's functions.
+    """
 
     def __init__(self, calls: EpisodeCalls, tokenizer: PreTrainedTokenizerBase):
         self._calls, self._tokenizer = calls, tokenizer
 
     @abstractmethod
     def request(self, sample: SampleTurns) -> Future[Any] | None:
-        """Request the reply to the last turn. None if the sample ends with this turn. `reply` gets the future."""
+        """Request the reply to the last turn, and return its future, which `reply` then gets. Returns None if the
+        sample ends with this turn.
+        """
 
     @abstractmethod
     def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
-        """The reply to the last turn, which has arrived. The sample ends if the reply is None or has no tokens.
+        """Return the reply to the last turn, whose future is done. The sample ends if it is None or has no tokens.
 
         sample, future: the argument and the result of `request`.
-        most: only this number of tokens from the beginning of the reply is needed.
+        most: the number of tokens that the caller needs from the beginning of the reply.
 
         Raises UserFunctionError if the call has failed, or if a sample cannot have this reply.
         """
 
     def reward(self, sample: SampleTurns) -> Future[float]:
-        """Request the reward that the object of a sample gives at the end. The future raises UserFunctionError."""
+        """Request the reward that the object of a sample gives at the end. If the object fails, the future raises
+        UserFunctionError.
+        """
         return self._calls.request(sample.arguments, replace(self._episode(sample), wants_reward=True))
 
     def end(self, number: int, arguments: CallArguments) -> Future[None]:
@@ -122,8 +128,8 @@ class TurnReplies(ABC):
 
 
 def turn_texts(tokenizer: PreTrainedTokenizerBase, parts: Sequence[Completion]) -> list[Turn]:
-    """The texts of the turns and the replies in their order, without special tokens. Between two turns of the model
-    there is always a token of a reply, so the turns can be found in the tokens of a checkpoint.
+    """Return the texts of the turns and the replies in their order, without special tokens. Two turns of the model
+    are always separated by a token of a reply, so the joined tokens of a sample from a checkpoint are enough.
     """
     completion = Completion.joined(parts)
     ids_N, is_generated_N = completion.ids_N, completion.versions_N != NOT_GENERATED

@@ -35,10 +35,10 @@ from stillhouse.user_code.functions import (
 def user_function(key: str, path: str, full_key: str | None = None) -> UserFunction:
     """Import a function (see `load_function`).
 
-    key: the kind of the function.
-    full_key: the key in the error, or None if it is `key`.
+    key: the configuration key of this kind of function, such as `REWARD`.
+    full_key: the key that the error names, or None if it is `key`.
 
-    Raises ConfigError if it cannot be used.
+    Raises ConfigError if the function cannot be used.
     """
     with as_config_error(full_key or key):
         return load_function(key, path, function_hint(path))
@@ -53,8 +53,9 @@ def loaded_functions(
     """Import the functions and classes of the user that these sections name, and return them.
 
     rollouts: the section rollout for each source of prompts.
-    rollout_key: returns the full key of a source's key.
-    section: the section rollout itself; eval.prompts has its turns.
+    section: the section rollout of the configuration, or None for its defaults. The samples of eval.prompts have its
+        environment and its tools.
+    rollout_key: returns the full key, from the number of a source and a key of the section rollout.
 
     Raises ConfigError if a function cannot be used (see `load_function`), or has a state that a checkpoint cannot
     contain.
@@ -74,11 +75,11 @@ def loaded_functions(
 def _functions_of(
     rollout: RolloutConfig, reward_kind: str, reward_key: str, full_key: Callable[[str], str]
 ) -> list[UserFunction]:
-    """The functions of one source of prompts, or of eval.prompts.
+    """Import the functions of one source of prompts, or of eval.prompts.
 
-    reward_kind: the kind of its rewards.
-    reward_key: their full key.
-    full_key: returns the full key of another key.
+    reward_kind: the configuration key of this kind of reward, `REWARD` or `EVAL_REWARD`.
+    reward_key: the full key of the rewards, for errors.
+    full_key: returns the full key for a key of the section rollout.
 
     Raises the errors of `loaded_functions`.
     """
@@ -105,8 +106,8 @@ def _require_state(function: UserFunction, workers: int, key: str) -> None:
     if workers:
         raise ConfigError(
             "rollout.workers",
-            f"got {workers}: expected 0, because {function} has a state (state_dict), and a checkpoint has that of "
-            "the process of rank 0 alone",
+            f"got {workers}: expected 0, because {function} has a state (state_dict), and a checkpoint contains only "
+            "states of the process of rank 0",
         )
 
 
@@ -120,12 +121,12 @@ def _require_one_rewarding_class(environment: Environment | None) -> None:
         several = f" ({name_list(function.path for function in rewarding)})" if rewarding else ""
         raise ValueError(
             f"got environment, but {len(rewarding)} classes in {key} have a method reward without arguments"
-            f"{several}: expected one class (package.module:Class), whose reward() gives the reward of its sample"
+            f"{several}: expected one class (package.module:Class) whose reward() gives the reward of a sample"
         )
 
 
 class CompletionCalls:
-    """The rewards and the environments of a run's completions. sources: the settings of each source of prompts.
+    """The calls of the rewards and the environments of a run. sources: the settings of each source of prompts.
 
     With `rollout.workers`, functions run in separate processes, with many calls at once. Otherwise they run in this
     process, in the thread that calls them, and their futures are done at once. A reward may also be a server.
@@ -141,18 +142,18 @@ class CompletionCalls:
         reward_key: str = REWARD,
         compare_first: bool = False,
     ):
-        """rollouts, samplings: the section rollout and the sampling settings for each source of prompts.
+        """Start the workers, and open the reward servers.
 
+        rollouts, samplings: the section rollout and the sampling settings for each source of prompts.
         reward_key: the key of the configuration that has the rewards.
-        compare_first: whether the first call of each reward is repeated, to warn about a reward that depends on more
-            than its arguments.
+        compare_first: whether the first call of each reward is repeated. A warning is printed if the results differ.
         """
         rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]
         environments = [environment_of(source) for source in rollouts]
         paths = [(reward_key, part.name) for part in rewards if part.is_function]
         paths += [(one.key, one.path) for one in environments if one is not None]
         paths = list(dict.fromkeys(paths))
-        #: the calls of the user's functions, without the calls of servers
+        #: the calls of the user's functions; `_servers` has the calls of servers
         self.functions = FunctionCalls(paths, rollout.workers, rollout.worker_timeout, rollout.worker_memory)
         parts: dict[str, WeightedCall] = {}
         for path in (path for key, path in paths if key == reward_key):
@@ -189,7 +190,7 @@ class CompletionCalls:
             )
 
     def close(self) -> None:
-        """End the worker processes and the requests to servers. Open calls may never end."""
+        """End the worker processes and the requests to servers. Futures of open calls can remain pending forever."""
         self.functions.close()
         for server in self._servers:
             server.close()

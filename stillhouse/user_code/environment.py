@@ -1,4 +1,4 @@
-"""The registered environments, which reply to the turns of samples, and the turns that an object of a sample gets."""
+"""The interface of registered environments, which reply to the turns of samples, and the `Episode` that they get."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,17 +20,17 @@ GROUP = "stillhouse.environments"
 class Environment(ABC):
     """Replies to the turns of the samples of one source of prompts.
 
-    The entries of the group `stillhouse.environments` are such classes. Workers load their modules, so these import
-    neither torch nor `stillhouse.config` at the top.
+    The entries of the group `stillhouse.environments` are subclasses of this class. Workers import the modules of the
+    subclasses, so these modules must import neither torch nor `stillhouse.config` at the top.
 
-    key: the key of the configuration, `rollout.<name of the entry>`, which has a path of a function or a list of
+    key: the key of the configuration, `rollout.<name of the entry>`. Its value is the path of a function or a list of
         paths.
-    field: the type of the key and its pydantic `Field`. It is None for Stillhouse's own keys, which their section
+    field: the type of the key and its pydantic `Field`, or None for Stillhouse's own keys, which the section rollout
         defines.
+    turns: the name of the turns that get a reply, for errors.
     path: the paths of the user's functions, separated by spaces.
+    format_key: the full key that sets the form of replies, for errors.
     schemas: the schemas of tools for the chat template, or None without tools.
-    format_key: for errors, the full key that sets the form of replies. turns: for errors, the turns that the chat
-        template ends.
     """
 
     key: ClassVar[str]
@@ -42,7 +42,11 @@ class Environment(ABC):
 
     @abstractmethod
     def __init__(self, rollout: "PromptConfig", full_key: Callable[[str], str]):
-        """full_key: returns the full key for a key of the section."""
+        """Read the settings of one source of prompts.
+
+        rollout: the section rollout of the source.
+        full_key: returns the full key for a key of the section.
+        """
 
     @property
     @abstractmethod
@@ -51,7 +55,7 @@ class Environment(ABC):
 
     @classmethod
     def rules(cls) -> "Iterator[Rule]":
-        """The combinations of keys that this environment does not allow."""
+        """The rules for combinations of keys that this environment adds."""
         yield from ()
 
     @classmethod
@@ -59,20 +63,25 @@ class Environment(ABC):
     def answer(cls, path: str, *, is_limited: bool) -> Callable[..., Any]:
         """Return a function that makes the calls in this process: call(prompt, completion, record, source, episode).
 
-        is_limited: whether the process has a limit of memory. An error because of this limit is then raised.
+        is_limited: whether the process has a limit of memory. A MemoryError in a call must then be raised.
 
         Raises ValueError if the functions cannot be imported.
         """
 
     def markers(self, tokenizer: Any, processor: Any) -> dict[int, str]:
-        """The tokens with which the chat template ends turns before a reply, or {} if no template writes replies.
-        Raises ValueError for a template that cannot write them.
+        """The tokens (id and text) with which the chat template ends a turn that gets a reply, or {} if the template
+        does not write the replies. Raises ValueError for a template that cannot write them.
         """
         return {}
 
     @abstractmethod
     def replies(self, calls: Any, tokenizer: Any, processor: Any, warn: Callable[[str], None]) -> Any:
-        """The `rollout.turns.TurnReplies`. calls: the calls of the functions. warn: prints a line, in any thread."""
+        """Return the `rollout.turns.TurnReplies` of this environment.
+
+        calls: the calls of the user's functions.
+        processor: the processor of media, or None.
+        warn: prints a warning, in any thread.
+        """
 
 
 def environments() -> dict[str, type[Environment]]:
@@ -83,19 +92,22 @@ def environments() -> dict[str, type[Environment]]:
 def environment_of(
     rollout: "PromptConfig", full_key: Callable[[str], str] = "rollout.{}".format
 ) -> Environment | None:
-    """The environment of a section's samples, or None if the samples have one turn. Raises ConfigError."""
+    """The environment that the section rollout sets, or None if samples have only one turn. Raises ConfigError if it
+    cannot be used.
+    """
     kinds = (kind for name, kind in environments().items() if getattr(rollout, name))
     return next((kind(rollout, full_key) for kind in kinds), None)
 
 
 @dataclass(frozen=True)
 class Episode:
-    """The turns so far of the sample `number`.
+    """The turns of a sample so far.
 
-    turns: the texts of the model's turns in their order, or their calls of tools. If it is empty and no reward is
-        wanted, the sample has ended, and its object is no longer needed.
+    number: the number of the sample in the run.
+    turns: the texts of the model's turns in their order, or the calls of tools in these turns. If `turns` is empty
+        and no reward is wanted, the sample has ended, and its object is no longer needed.
     replies: the replies to all turns, or to all turns but the last.
-    wants_reward: whether the call asks for the object's reward. The last turn may then have no reply.
+    wants_reward: whether the call asks for the object's reward. In such a call, the last turn can be without a reply.
     """
 
     number: int
@@ -109,18 +121,20 @@ class Episode:
 
 
 def episode_of(arguments: Sequence[Any]) -> Episode | None:
-    """The episode of a call that needs a sample's object, or None. arguments: the arguments of the call."""
+    """The `Episode` among the arguments of a call, or None if the call needs no object of a sample."""
     return next((argument for argument in arguments[4:] if isinstance(argument, Episode)), None)
 
 
 def answer_of(key: str, path: str, *, is_limited: bool = False) -> Callable[..., Any]:
-    """Return a function that calls, in this process, the function or environment that a key names.
+    """Return a function that calls a reward or an environment of the user in this process.
 
+    key: the configuration key.
+    path: the path of the user's function, or the paths of tools, separated by spaces.
     is_limited: see `Environment.answer`.
 
-    Raises ValueError if it cannot be imported.
+    Raises ValueError if the user's function cannot be imported.
     """
     section, _, name = key.partition(".")
-    if section == "rollout" and name in registered(GROUP):  # so a worker imports no other add-on
+    if section == "rollout" and name in registered(GROUP):  # `load` imports no other add-on into a worker
         return load(GROUP, name).answer(path, is_limited=is_limited)
     return partial(checked_reward, load_function(key, path))

@@ -1,7 +1,7 @@
-"""The calls of a run's functions: one after the other in this process, or many at once in worker processes.
+"""The calls of the user's functions: one after the other in this process, or many at once in worker processes.
 
-If a worker ends, hangs or runs out of memory, it is replaced, and its call is repeated once. All calls with the
-`Episode` of one sample go to one worker, which has the sample's object.
+If a worker ends, hangs or runs out of memory, it is replaced, and its call is repeated once. All calls with an
+`Episode` of the same sample go to the same worker, which has the sample's object.
 """
 
 import threading
@@ -24,11 +24,11 @@ _ATTEMPTS = 2
 
 
 class CallLostError(UserFunctionError):
-    """A call has not returned in two processes, although both processes had started."""
+    """Raised if a call has not returned in two worker processes, although the processes had started."""
 
 
 class _ClosedError(Exception):
-    """The calls were closed."""
+    """Raised if a worker would be started after `FunctionCalls.close`."""
 
 
 @dataclass(eq=False)
@@ -42,8 +42,8 @@ class FunctionCalls:
     """Calls the user's functions by their configuration keys and paths.
 
     functions: pairs of key and path; the paths of tools are one text with spaces (see `answer_of`).
-    workers: the number of processes that call the functions. If it is 0, this process calls them, in the requesting
-        thread.
+    workers: the number of processes that call the functions. If it is 0, `request` calls a function in this process,
+        in the thread of its caller.
     seconds: the time limit of a call in a worker.
     memory_gib: the memory in GiB that a worker may allocate in addition to the memory of its functions' modules.
     """
@@ -59,25 +59,27 @@ class FunctionCalls:
         self._here = {} if workers else {name: answer_of(*name) for name in self._functions}
         self._lock, self._times = threading.Lock(), dict[str, tuple[int, float]]()
         self._changed, self._is_closed, self._workers = threading.Condition(), False, set[Worker]()
-        # waiting calls: for any worker, and for one worker, which has the samples of their episodes
+        # waiting calls: those that any worker can make, and for each worker those with episodes of its samples
         self._for_any, self._for_worker = deque[_Call](), [deque[_Call]() for _ in range(workers)]
-        # the worker of each sample; not number % workers, which may be equal for all samples of a source
+        # the worker of each sample. It is not number % workers, which can be equal for all samples of a source
         self._worker_of, self._next_worker = dict[int, int](), cycle(range(workers))
         self._threads = [
             threading.Thread(target=self._serve, args=(number,), name=f"worker {number}", daemon=True)
             for number in range(workers if self._functions else 0)
         ]
-        #: whether a request returns at once, so that any thread may make it
+        #: whether `request` returns at once, because workers make the calls; any thread can then call it
         self.are_elsewhere = bool(self._threads)
         for thread in self._threads:
             thread.start()
 
     def request(self, key: str, path: str, *arguments: Any) -> Future[Any]:
-        """Start a call, and return the future of its result. arguments: (prompt, completion, record, source); for a
-        class also an `Episode`, and for a reward with an argument for turns also the turns.
+        """Start a call, and return the future of its result.
 
-        UserFunctionError is raised if a call fails, or if it has not returned in two workers. In this process it is
-        raised at once; with workers, by the future. If the workers are closed, the future is never done.
+        arguments: (prompt, completion, record, source), for an environment with a state also an `Episode`, and for a
+            reward with a parameter `turns` also the turns.
+
+        If the call fails, or if it has not returned in two workers, the future raises UserFunctionError. Without
+        workers, this method raises it. After `close`, the future can remain pending forever.
         """
         if not self.are_elsewhere:
             started, future = time.monotonic(), Future[Any]()
@@ -98,13 +100,15 @@ class FunctionCalls:
         return call.future
 
     def take_times(self) -> dict[str, tuple[int, float]]:
-        """Return the number and the seconds of the calls since the last call of this method, by their keys."""
+        """Return the number and the total seconds of the functions' calls since the last call of this method, by the
+        configuration keys of the functions.
+        """
         with self._lock:
             times, self._times = self._times, {}
         return times
 
     def close(self) -> None:
-        """Kill the workers and the programs that they have started. Open calls may never end."""
+        """Kill the workers and the programs that they have started. Futures of open calls can remain pending."""
         with self._changed:
             self._is_closed = True
             for worker in self._workers:
@@ -121,7 +125,7 @@ class FunctionCalls:
     def _serve(self, number: int) -> None:
         worker: Worker | None = None
         try:
-            with suppress(LostError, ValueError):  # the next call repeats the start, and raises the error
+            with suppress(LostError, ValueError):  # the first call tries again to start a worker, and gets the error
                 worker = self._start()
             while True:
                 with self._changed:
@@ -133,7 +137,7 @@ class FunctionCalls:
                     worker = self._answer(call, worker)
                 finally:
                     if not call.future.done():
-                        given_up = f"{self._name(call)} was given up, because the run ends"
+                        given_up = f"the call of {self._name(call)} was given up, because the run ends"
                         call.future.set_exception(ValueError(given_up))
         except _ClosedError:
             return
@@ -141,7 +145,7 @@ class FunctionCalls:
             self._end(worker)
 
     def _answer(self, call: _Call, worker: Worker | None) -> Worker | None:
-        """Make a call, and set its future. Returns the worker for the next call, or None if it is lost."""
+        """Make a call, and set its future. Returns the worker for the next call, or None if the worker was lost."""
         is_started, problem = False, ""
         for _ in range(_ATTEMPTS):
             is_started = worker is not None
@@ -168,7 +172,7 @@ class FunctionCalls:
         if not problem.startswith(name := self._name(call)):
             problem = f"{name} {problem}{about_completion(*call.arguments[1:4:2])}"
         first, *frames = problem.split("\n")
-        # if a process does not start, the call is not the cause, and the error must not become a reply to a model
+        # if the second process did not start, the call is not the cause: the error must not become a reply to a model
         kind = CallLostError if is_started else UserFunctionError
         repeated = "; the call was repeated once, in a new process, with the same result"
         call.future.set_exception(kind("\n".join([first + repeated, *frames])))

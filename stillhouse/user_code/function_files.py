@@ -1,4 +1,4 @@
-"""Looks for a function of the user in the text of its module. The text is compiled, but not run. Needs no torch."""
+"""Looks for a function of the user in the source of its module, which is compiled, but not run. Needs no torch."""
 
 import ast
 import importlib.util
@@ -10,15 +10,14 @@ from pathlib import Path
 
 from stillhouse.user_code.functions import in_words, no_function, no_module
 
-#: uses of these names may define names that are not in the text
+#: a module that uses one of these names can have functions whose names are not in its source
 _DYNAMIC = ("globals", "exec", "setattr", "__getattr__", "__path__", "*")
 
 
 def require_in_file(path: str, hint: str = "") -> None:
-    """Raise ValueError if `package.module:function` certainly does not exist, or if its module's text is not valid
-    Python.
+    """Raise ValueError if `package.module:function` certainly does not exist, or if its module is not valid Python.
 
-    Only an import can find other mistakes.
+    Other mistakes are found only when the module is imported.
 
     hint: a text that the error adds if there is no such module.
     """
@@ -33,7 +32,7 @@ def require_in_file(path: str, hint: str = "") -> None:
     for part in rest:
         if spec is None:
             break
-        if spec.submodule_search_locations is None:  # only an import can tell whether it has modules
+        if spec.submodule_search_locations is None:  # not a package, but its import can create submodules
             return
         names = _names(path, spec)
         parents.append(part)
@@ -48,20 +47,20 @@ def require_in_file(path: str, hint: str = "") -> None:
 
 
 def _names(path: str, spec: ModuleSpec) -> set[str]:
-    """All names that a module defines or uses anywhere, or `_DYNAMIC` if they are not known.
+    """All names that a module defines or uses anywhere, or `_DYNAMIC` if its source cannot be examined.
 
     path: the function's path, for the error.
 
-    Raises ValueError if the module's text is not valid Python.
+    Raises ValueError if the module is not valid Python.
     """
     if spec.origin is None:  # a folder without __init__.py
         return set()
     if not spec.origin.endswith(".py"):
         return set(_DYNAMIC)
     try:
-        with warnings.catch_warnings(action="ignore"):  # the import will print the warnings
+        with warnings.catch_warnings(action="ignore"):  # the later import prints the warnings
             source = Path(spec.origin).read_bytes()
-            compile(source, spec.origin, "exec", dont_inherit=True)  # in the same way as an import
+            compile(source, spec.origin, "exec", dont_inherit=True)  # with the same flags as an import
             tree = ast.parse(source)
     except RecursionError:
         return set(_DYNAMIC)

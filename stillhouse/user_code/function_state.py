@@ -1,8 +1,8 @@
-"""The user's functions in a checkpoint: the states of functions with a state, and the hashes of their sources.
+"""The user's functions in a checkpoint: the states of functions that have one, and the hashes of the sources.
 
 A function has a state if it has the methods `state_dict()` and `load_state_dict(state)`, or if it is a method of an
-object that has them. For a class, these must be class methods, because a resumed run makes the objects of samples
-anew.
+object that has these two methods. If the function is a class, they must be class methods or static methods, because
+a resumed run makes new objects for samples.
 """
 
 import inspect
@@ -26,10 +26,11 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 class FunctionStates:
-    """The user's functions of a run, in this process. with_state: the functions with a state, by key and path.
+    """The user's functions of a run, in this process.
 
-    sources: by module, the sha256 of its source file, or "" if the file cannot be read. These are the modules of the
-        functions and all modules whose package is not installed, without `__main__` and Stillhouse's own modules.
+    with_state: the functions with a state, by key and path.
+    sources: by module, the sha256 of its source file, or "" if the file cannot be read. The modules are those of the
+        functions and all imported modules that are not installed, without `__main__` and Stillhouse's own modules.
     """
 
     def __init__(self, functions: Iterable[UserFunction]):
@@ -42,11 +43,11 @@ class FunctionStates:
             for name, module in (sorted(sys.modules.items()) if functions else ())
             if isinstance(module, ModuleType) and isinstance(file := vars(module).get("__file__"), str)
         }
-        # a virtual environment may use packages of another Python, in folders outside of it
+        # a virtual environment can use the standard library of another Python, in folders outside of the environment
         standard = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
         for name, file in files.items():
             top = name.partition(".")[0]
-            package = files.get(top, file)  # a package may create modules in other folders, as torch.compile does
+            package = files.get(top, file)  # some packages create modules in other folders, as torch.compile does
             is_installed = not _INSTALLED.isdisjoint(package.parts) or any(map(package.is_relative_to, standard))
             is_of_user = name in named or (file.suffix == ".py" and not is_installed)
             if is_of_user and top not in ("__main__", "__mp_main__", __name__.partition(".")[0]):
@@ -56,15 +57,15 @@ class FunctionStates:
                     self.sources[name] = ""
 
     def texts(self) -> dict[str, str]:
-        """The states as JSON, by the functions' keys and paths. Raises UserFunctionError."""
+        """The states as JSON, by the functions' keys and paths. Raises UserFunctionError if a state is not valid."""
         return {name: state_text(function) for name, function in self.with_state.items()}
 
     def load(self, texts: Mapping[str, str], sources: Mapping[str, str], warn: Callable[[str], None]) -> None:
         """Load the states of a checkpoint.
 
         texts, sources: the values of `texts()` and `sources` in the checkpoint.
-        warn: prints a line if the source of a module has changed, if a state has no function, or if a function has no
-            state.
+        warn: prints a line. It is called if the source of a module has changed, if the function of a state is
+            missing, or if the checkpoint lacks the state of a function.
 
         Raises UserFunctionError if a function does not load its state.
         """
@@ -75,16 +76,16 @@ class FunctionStates:
             )
         for name in sorted(texts.keys() ^ self.with_state.keys()):
             missing = f"no longer has {SAVE} and {LOAD}" if name in texts else "has no state in the checkpoint"
-            warn(f"{name} {missing}: it begins anew, and the run is another one than without an interruption")
+            warn(f"{name} {missing}: it begins anew, so the results differ from those of a run without interruption")
         for name, function in self.with_state.items():
             if name in texts:
                 method_of(function, _owner(function), LOAD)(json.loads(texts[name]))
 
 
 def has_state(function: UserFunction) -> bool:
-    """Whether a function has a state. Raises ValueError if it has only one of the two methods."""
+    """Whether a function has a state. Raises ValueError if it has only one of state_dict and load_state_dict."""
     owner = _owner(function)
-    # a reward model has the methods of torch's class, but its weights are not a state of the run
+    # a reward that is a torch module inherits these methods, but its weights are not a state of the run
     if str(getattr(getattr(owner, LOAD, None), "__module__", "")).startswith("torch."):
         return False
     names = []
@@ -107,12 +108,13 @@ def state_text(function: UserFunction) -> str:
         text = json.dumps(state) if _is_json(state) else None
     except (RecursionError, ValueError) as error:
         raise UserFunctionError(
-            f"{method} gives a state that is nested too deeply, or has an integer of too many digits: expected fewer"
+            f"{method} gives a state that is nested too deeply for JSON, or has an integer with too many digits: "
+            "expected fewer levels or digits"
         ) from error
     if text is None:
         raise UserFunctionError(
-            f"{method} gives a state with other types than JSON has: expected dicts with text as keys, lists, text, "
-            "numbers, true, false and None"
+            f"{method} gives a state with types that JSON does not have: expected dicts with texts as keys, lists, "
+            "texts, numbers, True, False and None"
         )
     if len(text) > MOST_CHARACTERS:
         raise UserFunctionError(
@@ -122,7 +124,7 @@ def state_text(function: UserFunction) -> str:
 
 
 def _owner(function: UserFunction) -> Any:
-    """The object that has the state: the object of a bound method, or the function itself."""
+    """The object that can have the state: the object of a bound method, or the function itself."""
     return getattr(function.function, "__self__", function.function)
 
 
@@ -131,4 +133,4 @@ def _is_json(value: Any) -> bool:
         return all(type(key) is str and _is_json(item) for key, item in value.items())
     if isinstance(value, list):
         return all(map(_is_json, value))
-    return value is None or isinstance(value, int | float | str)  # numpy.float64 is a float
+    return value is None or isinstance(value, int | float | str)  # numpy.float64 is a subclass of float

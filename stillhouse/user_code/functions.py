@@ -1,8 +1,8 @@
 """The user's own functions: rewards for completions, environments that reply to completions, and evaluations.
 
-If a function raises an exception, even SystemExit, it is converted to an error that names the function and its call,
-with the traceback of the user's own frames. A function gets a copy of the record, because a resumed run can repeat
-calls only if later calls do not depend on earlier ones.
+Any exception that a function raises, even SystemExit, becomes an error that names the function and its call, with the
+traceback of the user's own frames. A function gets a copy of the record, so that it cannot change the record for
+later calls. Otherwise, a resumed run could not repeat a call with the same result.
 """
 
 import copy
@@ -26,31 +26,31 @@ from stillhouse.preemption import OverdueError, interruptible
 
 CALLBACKS, REWARD, ENVIRONMENT = "eval.callbacks", "rollout.reward", "rollout.environment"
 EVAL_REWARD, TOOLS = "eval.prompts.reward", "rollout.tools"
-#: the argument by which a reward of TRL is recognised, and the text that the error then adds
+#: the argument by which a reward function for TRL is recognised, and the text that the error then adds
 _OF_TRL = "completions"
-_WRAPPED = "; a reward of TRL gets and gives lists, and docs/coming_from.md has a wrapper for it"
-#: the parameters of all functions but callbacks, which get an `EvaluationContext`. prompt: the text before the
-#: completion; completion: the text of the completion without special tokens; record: the full record of the data.
-#: A reward returns a number, and may also take `turns`. An environment returns the text that follows the completion,
-#: or None at the end; it may also be a class (`_METHODS`)
+_WRAPPED = "; reward functions for TRL take and return lists, and docs/coming_from.md has a wrapper for them"
+#: the parameters of rewards and environments. prompt: the text before the completion; completion: the text of the
+#: completion without special tokens; record: the full record of the data. A reward returns a number, and can also
+#: have the parameter `turns`. An environment returns the text that follows the completion, or None to end the sample;
+#: it can also be a class (`_METHODS`). Callbacks get an `EvaluationContext` instead
 _PARAMETERS = ("prompt", "completion", "record")
-#: an additional argument that a reward may have: a list of `Turn`
+#: an optional parameter of a reward: a list of `Turn`
 TURNS = "turns"
-#: the method of a class of an environment or of tools that gives the sample's reward after the last turn
+#: the method, in a class of an environment or of tools, that returns the sample's reward after the last turn
 REWARD_METHOD = "reward"
 #: the methods of a class that is an environment, with their parameters. turn: the text of the model's last turn
 _METHODS: Mapping[str, tuple[str, ...]] = {"reset": ("prompt", "record"), "step": ("turn",)}
-#: the numbers of frames of a traceback that an error shows: from the beginning and from the end
+#: the numbers of frames that an error shows from the beginning and from the end of a long traceback
 _FIRST, _LAST = 2, 6
 #: the maximum number of characters shown of a completion, and of the message of a function's error
 _SHOWN, _WIDTH = 80, 400
-#: the files whose frames precede the user's frames in a traceback
+#: the files of the frames that come before the user's frames in a traceback
 _IMPORT = (importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 _OWN = (__file__, preemption.__file__, *_IMPORT)
 
 
 class UserFunctionError(ValueError):
-    """A call of a function of the user has failed. The run then saves its finished steps, and can be continued."""
+    """Raised if a call of a user's function fails. The run then saves its finished steps, and can be continued."""
 
 
 def _folder() -> str:
@@ -61,21 +61,21 @@ def _folder() -> str:
 
 
 def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """Settings of the process that a function must not change: functions that read and set each of them."""
+    """For each setting of the process that a function must not change, the functions that read and set it."""
     settings: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         "the working directory": (_folder, os.chdir)
     }
     torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "set_grad_enabled"):  # only if torch was imported; a worker does not import it
+    if hasattr(torch, "set_grad_enabled"):  # only if the process has imported torch, which workers do not
         settings["torch's default dtype"] = (torch.get_default_dtype, torch.set_default_dtype)
         settings["whether torch records gradients"] = (torch.is_grad_enabled, torch.set_grad_enabled)
     return settings
 
 
 class Turn(TypedDict):
-    """A piece of a completion, as rewards and their servers get it.
+    """A part of a completion, in the form that reward functions and reward servers get.
 
-    role: "environment" for a reply of `rollout.environment` or of `rollout.tools`.
+    role: "student" for a turn of the model, "environment" for a reply of `rollout.environment` or `rollout.tools`.
     text: the text without special tokens. A reply of tools includes all text of the chat template between two turns.
     """
 
@@ -85,7 +85,11 @@ class Turn(TypedDict):
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function of the user. key: the configuration key that names it. path: `package.module:function`."""
+    """A function of the user.
+
+    key: the configuration key that names this function.
+    path: `package.module:function`.
+    """
 
     key: str
     path: str
@@ -96,7 +100,9 @@ class UserFunction:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the function has an argument `turns`. A decorator with `**` may pass this argument on."""
+        """Whether the function has a parameter `turns`. If a decorator wraps the function and the wrapper accepts
+        `**`, the parameters of the wrapped function count, too.
+        """
         try:
             outer = inspect.signature(self.function, follow_wrapped=False).parameters
             inner = inspect.signature(self.function).parameters
@@ -108,17 +114,17 @@ class UserFunction:
     def __call__(self, *arguments: Any, about: str = "", **named: Any) -> Any:
         """Call the function.
 
-        about: a text that error messages add, such as the completion.
+        about: a text that is added to error messages, for example to name the completion.
 
-        Raises UserFunctionError if the function raises an exception or changes settings of the process, and
-        OverdueError if it does not return after a signal.
+        Raises UserFunctionError if the function raises an exception or changes settings of the process (which are
+        then restored), and OverdueError if the function does not return after a signal.
         """
         settings = _settings()
         before = {name: read() for name, (read, _) in settings.items()}
         try:
             with _ForeignCode(str(self), about):
                 call = partial(self.function, *arguments, **named)
-                # functions of evaluations run only in the main thread of rank 0
+                # functions of evaluations never run in workers, so this advice is not for them
                 advice = "; rollout.workers with rollout.worker_timeout limits the time of a call"
                 value = interruptible(str(self), call, about, advice if self.key.startswith("rollout.") else "")
         finally:
@@ -136,10 +142,10 @@ class UserFunction:
 def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     """Import the function `package.module:function`, also from modules in the working directory.
 
+    key: the configuration key, which determines the parameters that the function must have.
     hint: a text that the error adds if there is no such module.
 
-    Raises ValueError for a function that cannot be imported, is asynchronous, or does not accept the arguments of its
-    kind.
+    Raises ValueError for a function that cannot be imported, is asynchronous, or does not have these parameters.
     """
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
@@ -149,7 +155,7 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # the module exists, but another module that it imports does not
+                raise  # the module exists, but it imports another module that does not exist
             module = None
     if module is None:
         raise no_module(path, module_name, hint)
@@ -159,21 +165,21 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     if not callable(function):
         kind = type(function).__name__
         expected = "a function or a class" if key in (ENVIRONMENT, TOOLS) else f"a function({', '.join(parameters)})"
-        raise ValueError(f"got {path!r}, which is of type {kind} and no function: expected {expected}")
+        raise ValueError(f"got {path!r}, which is of type {kind}, not a function: expected {expected}")
     loaded = UserFunction(key, path, function)
     require_synchronous(path, function)
     if key == ENVIRONMENT and inspect.isclass(function):
         return load_class(loaded, _METHODS)
-    if key != TOOLS:  # a tool may have any parameters, because the model reads them
+    if key != TOOLS:  # a tool can have any parameters, because the model gets their descriptions
         named = (TURNS,) if key in (REWARD, EVAL_REWARD) and loaded.takes_turns else ()
         _require_parameters(path, function, parameters, named)
     return loaded
 
 
 def load_class(of: UserFunction, methods: Mapping[str, tuple[str, ...]]) -> UserFunction:
-    """Return a class of the user.
+    """Check and return a class of the user.
 
-    methods: the methods that it must have, with their parameters; close is optional.
+    methods: the methods that the class must have, with their parameters; close is optional.
 
     Raises ValueError if the class needs arguments or lacks a method.
     """
@@ -195,18 +201,18 @@ def load_class(of: UserFunction, methods: Mapping[str, tuple[str, ...]]) -> User
 
 
 def require_synchronous(path: str, function: Callable[..., Any]) -> None:
-    """Raise ValueError for a function with `async def`, and for an object with such a `__call__`."""
+    """Raise ValueError for a function with `async def`, and for an object whose `__call__` has `async def`."""
     kinds = inspect.iscoroutinefunction, inspect.isasyncgenfunction
     called = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
     if any(is_kind(one) for is_kind in kinds for one in (function, called)):
         raise ValueError(
-            f"got {path!r}, which is asynchronous (async def): expected a function that returns its result; it may "
-            "call asyncio.run itself, and rollout.workers make many calls at once"
+            f"got {path!r}, which is asynchronous (async def): expected a function without async, which can call "
+            "asyncio.run itself. rollout.workers makes many calls at once"
         )
 
 
 def gives_reward(of: UserFunction) -> bool:
-    """Whether this is a class whose objects give a reward, that is, with a method `reward` without arguments."""
+    """Whether `of` is a class whose objects give a reward: it has a method `reward` without arguments."""
     method = inspect.getattr_static(of.function, REWARD_METHOD, None) if inspect.isclass(of.function) else None
     try:
         return inspect.isfunction(method) and inspect.signature(method).bind("self") is not None
@@ -215,12 +221,16 @@ def gives_reward(of: UserFunction) -> bool:
 
 
 def method_of(of: UserFunction, made: Any, name: str) -> UserFunction:
-    """A method of an object of a user's class."""
+    """Return a method of an object of a user's class as a `UserFunction`.
+
+    of: the class.
+    made: the object.
+    """
     return replace(of, path=f"{of.path}.{name}", function=getattr(made, name))
 
 
 def no_module(path: str, module: str, hint: str) -> ValueError:
-    expected = f"expected one that is installed, or in the working directory{hint}"
+    expected = f"expected a module that is installed or is in the working directory{hint}"
     return ValueError(f"got {path!r}, but there is no module {module!r}: {expected}")
 
 
@@ -236,8 +246,12 @@ def checked_reward(
     source: str,
     turns: Sequence[Turn] = (),
 ) -> float:
-    """The reward of a completion. Raises UserFunctionError if it is not finite. source: `file:line` of the record.
-    turns: the pieces of the completion, for a function that takes them.
+    """Call a reward function, and return the reward of a completion.
+
+    source: `file:line` of the record.
+    turns: the turns and replies of the completion, for a function with the parameter `turns`.
+
+    Raises UserFunctionError if the function fails, or if its result is not a finite number.
     """
     about = about_completion(completion, source)
     named = {TURNS: [turn.copy() for turn in turns]} if reward.takes_turns else {}
@@ -255,8 +269,8 @@ def checked_number(reward: UserFunction, value: Any, about: str) -> float:
 
 
 def finite_number(value: Any) -> float | None:
-    """A result, possibly of numpy, as a float, or None if it is not a finite number. Overridden methods of subclasses
-    of int and float are not called.
+    """Return the result of a function as a float, or None if it is not a finite number. Numbers of numpy are allowed.
+    Methods that a subclass of int or float overrides are not called.
     """
     if (numpy := sys.modules.get("numpy")) is not None and isinstance(value, numpy.generic):
         value = value.item()
@@ -270,7 +284,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def shown(value: Any) -> str:
-    """A function's result for an error message: only its type if the repr may be long or may fail."""
+    """Describe a function's result for an error message: by its type alone if its repr could be long or fail."""
     if isinstance(value, str):
         return repr(str.__str__(value)[:_SHOWN])
     if isinstance(value, bool):
@@ -284,7 +298,10 @@ def shown(value: Any) -> str:
 
 
 def copied_record(record: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """A copy of a record. Raises UserFunctionError if it is nested too deeply. source: `file:line` of the record."""
+    """A deep copy of a record. source: `file:line` of the record.
+
+    Raises UserFunctionError if the record is nested too deeply.
+    """
     try:
         return copy.deepcopy(record)
     except RecursionError as error:
@@ -292,16 +309,16 @@ def copied_record(record: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 
 def about_completion(completion: str, source: str) -> str:
-    """The part of an error message that names a completion. source: `file:line` of its record."""
+    """The part of an error message that names a completion. source: `file:line` of the completion's record."""
     return f" for the completion {completion[:_SHOWN]!r} of {source}"
 
 
 class _ForeignCode(AbstractContextManager[object]):
-    """Convert exceptions of the block to UserFunctionError, except OverdueError and Ctrl-C.
+    """Converts exceptions in the block to UserFunctionError, except OverdueError and Ctrl-C.
 
-    SystemExit is also converted, because exit code 0 would mean a complete run.
+    SystemExit is also converted, because exit code 0 of the process would mean that the run is complete.
 
-    what, about: the text before and after the exception in the message.
+    what, about: the texts before and after the exception in the message.
     """
 
     def __init__(self, what: str, about: str = ""):
@@ -309,7 +326,7 @@ class _ForeignCode(AbstractContextManager[object]):
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         # In a program that uses the library, Ctrl-C raises KeyboardInterrupt. In the command line and in workers, our
-        # own signal handler catches Ctrl-C and raises nothing, so there the function has raised KeyboardInterrupt.
+        # own signal handler catches Ctrl-C and raises nothing, so a KeyboardInterrupt comes from the function itself.
         raises_on_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         is_ctrl_c = isinstance(error, KeyboardInterrupt) and raises_on_ctrl_c
         if error is None or isinstance(error, OverdueError) or is_ctrl_c:
@@ -322,14 +339,15 @@ def _require_parameters(
     path: str, function: Callable[..., Any], parameters: tuple[str, ...], named: tuple[str, ...] = ()
 ) -> None:
     try:
-        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may change the arguments
+        # the signature of the wrapper counts, because a decorator can change the arguments
+        signature = inspect.signature(function, follow_wrapped=False)
     except (ValueError, TypeError):  # some built-in functions have no signature
         return
     try:
         signature.bind(*parameters, **dict.fromkeys(named))
     except TypeError as error:
         is_class = inspect.isclass(function)
-        expected = f"a function({', '.join(parameters)})" if parameters or not is_class else "one without arguments"
+        expected = f"a function({', '.join(parameters)})" if parameters or not is_class else "no required arguments"
         raise ValueError(
             f"got {path!r}, {'a class, ' if is_class else ''}which takes {signature}: expected {expected}"
             f"{_WRAPPED if _OF_TRL in signature.parameters else ''}"
@@ -348,7 +366,7 @@ def _frames(trace: TracebackType | None) -> str:
     """The user's frames of a traceback, as lines that follow the message."""
     while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
         trace = trace.tb_next
-    # column numbers are left out, because they would add lines with markers
+    # column numbers are omitted, because they would add lines with position markers
     frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in extract_tb(trace)]
     entries = StackSummary.from_list(frames).format()  # repeated frames become one entry
     if len(entries) > _FIRST + _LAST:

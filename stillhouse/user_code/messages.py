@@ -1,8 +1,8 @@
-"""Messages between a run and its workers, over a socket. Each message is complete within a time limit, or an error is
-raised.
+"""Messages between a run and its workers, over a socket. An error is raised if a message is not complete within a
+time limit.
 
-A message has its length in 8 bytes and then its content. The other process may stop at any time, so the time limit
-holds for both sending and receiving.
+A message consists of its length in 8 bytes and its content. The other process can stop at any time, so sending and
+receiving each have a time limit.
 """
 
 import math
@@ -19,12 +19,12 @@ _MOST_AT_ONCE = 2**20
 SECONDS_BETWEEN_LOOKS = 0.5
 
 Result = TypeVar("Result")
-#: returns whether the other process still exists; may raise an error to end the wait
+#: a function that returns whether the other process still exists. If it raises an error, this ends the wait
 Exists = Callable[[], bool]
 
 
 class Messages:
-    """One end of a connection, for one thread at a time. socket: the caller closes it.
+    """One end of a connection, for one thread at a time. end: the socket, which the caller must close.
 
     Sending and receiving raise TimeoutError if a message is not complete at the time `until` (`time.monotonic`),
     EOFError if the other process has closed the connection or no longer exists, and OSError for other problems. After
@@ -44,7 +44,7 @@ class Messages:
         return self._receive(length, until, exists)
 
     def _receive(self, count: int, until: float, exists: Exists) -> bytes:
-        content = bytearray()  # not allocated at once, because a broken process may send any length
+        content = bytearray()  # not allocated at once, because a broken process can send any number as the length
         while missing := count - len(content):
             step = partial(self.socket.recv, min(missing, _MOST_AT_ONCE))
             part = self._when_possible(step, until, exists)
@@ -55,10 +55,10 @@ class Messages:
 
     def _when_possible(self, step: Callable[[], Result], until: float, exists: Exists) -> Result:
         while True:
-            # this check precedes the attempt, because a process may write its last answer and end
+            # checked before the attempt, so that the answer is read if the process writes it and then ends
             is_last = not exists()
             seconds = until - time.monotonic()
-            # after the limit, arrived bytes are still read, because this process itself may have been stopped
+            # bytes that have arrived are read even after the limit, because this process itself can have been stopped
             self.socket.settimeout(None if seconds == math.inf else min(max(seconds, 0.001), SECONDS_BETWEEN_LOOKS))
             try:
                 return step()

@@ -1,11 +1,10 @@
-"""A worker process, which imports the user's functions and answers calls until its run ends: both ends of its
-connection.
+"""A worker process, which imports the user's functions and answers calls until its run ends.
 
-Workers are new Python processes without torch, and not forks, because functions of the user may hang in a fork of a
-process with threads and a device. Each worker is in a process group with a guard: a shell that waits for the end of a
-pipe from the run. However the run ends, the guard kills the group, including the programs that a function has
-started. Requests are pickled, because records may have values that JSON lacks. Answers are JSON, so that the run
-never unpickles the result of a function.
+`answer_calls` runs in the worker process, and `Worker` controls this process from the run. Workers are new Python
+processes without torch, not forks: in a fork of a process with threads and a device, a function of the user can hang.
+Each worker is in a process group with a guard, a shell that waits for the end of a pipe from the run. However the run
+ends, the guard kills the group, including programs that a function has started. Requests are pickled, because records
+can have values that JSON lacks. Answers are JSON, so that the run never unpickles the result of a function.
 """
 
 import json
@@ -26,13 +25,13 @@ from stillhouse.process import limit_memory
 from stillhouse.user_code.environment import answer_of, episode_of
 from stillhouse.user_code.messages import SECONDS_BETWEEN_LOOKS, Messages
 
-#: the keys of an answer: a result; the message of an error; the reason why the process is no longer usable
+#: the keys of an answer: the result of a call, the message of an error, or the reason why the process is not usable
 VALUE, ERROR, UNUSABLE = "value", "error", "unusable"
 #: the exit code of a process that cannot hold a request or its answer
 OUT_OF_MEMORY = 79
 #: the time limit in seconds for a worker to import the functions
 SECONDS_TO_START = 600.0
-#: the guard ignores SIGHUP: the kernel sends it to the group if one of its processes is stopped when the run ends
+#: the guard ignores SIGHUP, which the kernel sends to the group if one of its processes is stopped when the run ends
 _GUARD = ("/bin/sh", "-c", "trap '' HUP; read line; kill -KILL 0")
 _WORKER = (
     "import json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings['path']; "
@@ -41,13 +40,14 @@ _WORKER = (
 
 
 def answer_calls(settings: Mapping[str, Any]) -> NoReturn:
-    """The main function of the process.
+    """Answer calls of the run until it closes the connection. This is the main function of a worker process.
 
-    settings: `descriptor` of the connection; `functions` as pairs of configuration key and path; `memory_bytes`,
-        which the process may allocate in addition to its present memory, or None.
+    settings: `descriptor`, the file descriptor of the connection; `functions`, pairs of configuration key and path;
+        `memory_bytes`, the memory that calls can use in addition to that of the imported functions, or None.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        # the run decides when its workers end; programs that a function starts get the default handlers
+        # workers ignore these signals, because the run ends its workers itself. A handler is used instead of SIG_IGN:
+        # programs that a function starts then have the default handlers
         signal.signal(number, lambda *_: None)
     messages = Messages(socket.socket(fileno=settings["descriptor"]))
     is_limited = settings["memory_bytes"] is not None
@@ -71,7 +71,7 @@ def answer_calls(settings: Mapping[str, Any]) -> NoReturn:
             except ValueError as error:
                 ran_out = is_limited and isinstance(error.__cause__, MemoryError)
                 answer = {UNUSABLE if ran_out else ERROR: str(error)}
-            with suppress(OSError, ValueError):  # a function may have closed stdout
+            with suppress(OSError, ValueError):  # fails if a function has closed stdout
                 sys.stdout.flush()
             send(answer)
     except (EOFError, ConnectionError):  # the run has closed the connection
@@ -81,15 +81,17 @@ def answer_calls(settings: Mapping[str, Any]) -> NoReturn:
 
 
 class LostError(Exception):
-    """A worker has ended, or does not answer. The message continues a sentence whose subject is the function."""
+    """Raised if a worker has ended or does not answer. The message is the end of a sentence that begins with the name
+    of a function.
+    """
 
 
 class Worker:
-    """A process that answers one call at a time, and its guard. Raises OSError if they cannot be started."""
+    """A process that answers one call at a time, and its guard. Raises OSError if a process cannot be started."""
 
     def __init__(self, functions: Sequence[tuple[str, str]], memory_gib: float | None):
         self._memory_gib = memory_gib
-        self._samples: set[int] = set()  # the samples whose objects the worker may have
+        self._samples: set[int] = set()  # the samples of which the worker can have an object
         self._connection, its_connection = socket.socketpair()
         self._messages = Messages(self._connection)
         nothing = subprocess.DEVNULL
@@ -109,37 +111,45 @@ class Worker:
         its_connection.close()
 
     def require_started(self) -> None:
-        """Wait until the functions are imported. Raises ValueError if they can no longer be imported."""
+        """Wait until the worker has imported the functions. Raises ValueError if it cannot import one of them, and
+        LostError if it ends or needs more than `SECONDS_TO_START`.
+        """
         answer = self._answer(None, SECONDS_TO_START, "is not imported within {:g} s")
         if ERROR in answer:
             raise ValueError(answer[ERROR])
 
     def call(self, at: int, arguments: Any, seconds: float) -> Mapping[str, Any]:
-        """Call the function number `at`, and return its answer. seconds: the time limit of one call. If an object is
-        started again, each of its calls has this limit.
+        """Call the function number `at`, and return the worker's answer.
+
+        seconds: the time limit of a call. If an object is started again and gets several turns, the limit is the sum
+            over these turns.
         """
         try:
             request = bytes(ForkingPickler.dumps((at, arguments)))
         except (RecursionError, TypeError, AttributeError, pickle.PicklingError) as error:
             raise ValueError(
                 f"{arguments[3]}: the record cannot be sent to a process of rollout.workers "
-                f"({first_line(error)}): expected texts, numbers, lists and the like, or rollout.workers=0"
+                f"({first_line(error)}): expected only texts, numbers, lists and dicts, or rollout.workers=0"
             ) from error
         calls, episode = 1, episode_of(arguments)
-        if episode is not None:  # if the object is started again, it gets all turns again
+        if episode is not None:  # a worker that does not have the object of the sample calls it with all turns
             turns = 1 if episode.number in self._samples else max(1, len(episode.turns))
             calls = turns + episode.wants_reward
             change = self._samples.discard if episode.has_ended else self._samples.add
             change(episode.number)
-        each_call = f" for each of {calls} calls" if calls > 1 else ""
-        late = f"does not return within {{:g}} s, the value of rollout.worker_timeout{each_call},"
+        times = f"{calls} times " if calls > 1 else ""
+        late = f"does not return within {{:g}} s, {times}the value of rollout.worker_timeout,"
         return self._answer(request, seconds * calls, late)
 
     def _answer(self, request: bytes | None, seconds: float, late: str) -> Mapping[str, Any]:
-        """The answer to a request, or to the start if it is None. seconds: the time limit, from before sending."""
+        """Send a request, and return the answer. If `request` is None, return the worker's first message.
+
+        seconds: the time limit for sending and receiving together.
+        late: the message of the error if the limit is exceeded; {} becomes the limit.
+        """
         until = time.monotonic() + seconds
 
-        def exists() -> bool:  # a program that the worker has started may keep the connection open longer
+        def exists() -> bool:  # programs that the worker has started can keep the connection open after its end
             return self._process.poll() is None
 
         try:
@@ -165,9 +175,9 @@ class Worker:
             os.killpg(self._guard.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill the processes and wait for their end; may be called once."""
+        """Kill the processes and wait for their end. Must be called only once."""
         self.kill()
-        self._process.kill()  # a function may have left the group
+        self._process.kill()  # a function can have moved the process out of the group
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         self._process.wait()

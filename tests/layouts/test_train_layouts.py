@@ -110,7 +110,9 @@ def compare_layouts(run_yaml: Path) -> None:
     ranks = run_ranks(2, "parity", run_yaml, "parallel.gather_dtype=bfloat16", "train.precision=bf16")
     left_out, header, *rows = ranks[0].out.splitlines()
     # the verdicts below show that no step rounds its weights
-    assert left_out == "not compared: parallel.gather_dtype=bfloat16 (each step here is in float32, without these)"
+    assert (
+        left_out == "not compared: parallel.gather_dtype=bfloat16 (all steps are in float32, without these settings)"
+    )
     assert header.split() == ["layout", "loss", "gradient", "verdict"]
     verdicts = {row[:28].strip(): row.split()[-1] for row in rows if "not possible" not in row}
     layouts = {"fsdp 2", "fsdp 2 × expert 2", "replicate 2", "tensor 2", "context 2", "pipeline 2, 1f1b"}

@@ -127,7 +127,7 @@ print({"torch", "transformers", "numpy"} & {*sys.modules})
     server.shutdown()
     server.server_close()
     hub = "there is no such folder, and the hub has no such model, or gives it only with a token (HF_TOKEN)"
-    cache = "there is no such folder, and no such model was downloaded before, and the hub is not asked"
+    cache = "there is no such folder, and no such model was downloaded before (offline mode: the hub is not used)"
     for answer, problem in zip(answers, (hub, cache), strict=True):
         first, second, third, fourth, imported = answer
         assert (first, fourth, imported) == ("there", "there", "set()")

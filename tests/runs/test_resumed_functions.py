@@ -230,8 +230,8 @@ def test_calls_of_a_failed_step_are_not_in_the_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("processes", "reward", "problem", "saved"),
     [
-        (1, "early", "other types than JSON has", []),  # in the first step
-        slow(2, "late", "other types than JSON has", ["step-00000002"]),
+        (1, "early", "types that JSON does not have", []),  # in the first step
+        slow(2, "late", "types that JSON does not have", ["step-00000002"]),
         slow(2, "hanging", "has not returned 5 s after a signal", ["step-00000002"]),
     ],
 )
@@ -269,17 +269,17 @@ def test_a_changed_source_of_a_reward_is_said(tmp_path: Path) -> None:
             r"got 1: expected 0, because rollout\.reward: hooks:stateful has",
         ),
         ({"rollout.reward": "hooks:half"}, "rollout.reward", "has only state_dict: expected both"),
-        ({"rollout.reward": "hooks:tuples"}, "rollout.reward", "other types than JSON has"),
-        ({"rollout.reward": "hooks:numbers"}, "rollout.reward", "other types than JSON has"),
-        ({"rollout.reward": "hooks:length + hooks:tensors"}, "rollout.reward", "other types than JSON has"),
+        ({"rollout.reward": "hooks:tuples"}, "rollout.reward", "types that JSON does not have"),
+        ({"rollout.reward": "hooks:numbers"}, "rollout.reward", "types that JSON does not have"),
+        ({"rollout.reward": "hooks:length + hooks:tensors"}, "rollout.reward", "types that JSON does not have"),
         ({"rollout.reward": "hooks:endless"}, "rollout.reward", "nested too deeply"),
-        ({"rollout.reward": "hooks:digits"}, "rollout.reward", "an integer of too many digits"),
+        ({"rollout.reward": "hooks:digits"}, "rollout.reward", "an integer with too many digits"),
         ({"rollout.reward": "hooks:long"}, "rollout.reward", "expected at most 16,777,216"),
         ({"rollout.environment": "hooks:half"}, "rollout.environment", "has only state_dict"),
         (
             {"eval.prompts": {"data": "train.jsonl", "max_new_tokens": 3, "reward": "hooks:length + hooks:tuples"}},
             "eval.prompts.reward",
-            "other types than JSON has",
+            "types that JSON does not have",
         ),
     ],
 )

@@ -112,17 +112,17 @@ def with_values(sample: Sample, **values: Any) -> Sample:
 
 REFUSED: dict[str, tuple[Change, str]] = {
     "a group that was not asked for": (first_sample(number=SAMPLES * 99), "sample 297 is of group 99, which was not"),
-    "a trained sample": (first_sample(number=0), "sample 0 is of group 0, which was not asked for or is trained"),
-    "asked for after the checkpoint": (asked({FIRST: STEP + 1}), f"group {FIRST}, asked for at step {STEP + 1}"),
-    "asked for before the schedule does": (asked({FIRST: 1}), f"group {FIRST}, asked for at step 1"),
-    "asked for before the run": (asked({FIRST: -1}), f"group {FIRST}, asked for at step -1"),
-    "a group of a step long ago": (asked({0: 0}), "group 0, asked for at step 0"),
+    "a trained sample": (first_sample(number=0), "group 0, which was not requested or is trained already"),
+    "asked for after the checkpoint": (asked({FIRST: STEP + 1}), f"group {FIRST} was requested at step {STEP + 1}"),
+    "asked for before the schedule does": (asked({FIRST: 1}), f"group {FIRST} was requested at step 1"),
+    "asked for before the run": (asked({FIRST: -1}), f"group {FIRST} was requested at step -1"),
+    "a group of a step long ago": (asked({0: 0}), "group 0 was requested at step 0"),
     "a group of a later step": (asked({FIRST + 9: STEP}), rf"without the groups \[{FIRST + 8}"),
     "a missing group": (asked({FIRST + 2: None}), rf"without the groups \[{FIRST + 2}"),
     "the first groups missing": (asked(dict.fromkeys(range(FIRST, FIRST + 4))), "groups have been trained after 5"),
-    "the last groups missing": (asked({FIRST + 7: None}), "are asked for or trained, without the groups"),
-    "no groups": (lambda state: QueueState(), "are asked for or trained, without the groups"),
-    "trained and asked for": (lambda state: replace(state, trained=[FIRST]), "is both asked for and trained"),
+    "the last groups missing": (asked({FIRST + 7: None}), "are requested or trained, without the groups"),
+    "no groups": (lambda state: QueueState(), "are requested or trained, without the groups"),
+    "trained and asked for": (lambda state: replace(state, trained=[FIRST]), "is both requested and trained"),
     "trained out of turn": (
         lambda state: replace(state, trained=[FIRST - 1]),
         "expected none, because this schedule",
@@ -167,10 +167,10 @@ def test_async_counts_what_was_trained_out_of_turn() -> None:
     state = next(state for state in states if state.trained)
     earliest = min(state.requested_at)
     for changed, message in (
-        (replace(state, trained=[*state.trained, state.trained[0]]), "expected each of them once"),
+        (replace(state, trained=[*state.trained, state.trained[0]]), "expected each group once"),
         (replace(state, trained=state.trained[:-1]), "without the groups"),
-        (asked({earliest: None})(state), "are asked for or trained, without the groups"),
-        (asked({earliest: 0})(state), f"group {earliest}, asked for at step 0"),
+        (asked({earliest: None})(state), "are requested or trained, without the groups"),
+        (asked({earliest: 0})(state), f"group {earliest} was requested at step 0"),
     ):
         with pytest.raises(ValueError, match=message):
             queue(2, False, 2).restore(changed, STEP)

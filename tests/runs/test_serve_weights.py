@@ -152,9 +152,9 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "no manifest": (lambda target: (target / MANIFEST).unlink(), "no complete version"),
     "edited": (
         other_tensors(lambda tensors, _: tensors[TENSOR].add_(1e-3), hashed=False),
-        "is not what was published",
+        "does not have its published content",
     ),
-    "cut short": (cut(WEIGHTS), "is not what was published"),
+    "cut short": (cut(WEIGHTS), "does not have its published content"),
     "half a manifest": (cut(MANIFEST), "no complete version"),
     "incomplete": (
         lambda target: edit(target, lambda manifest: manifest.update(complete=False)),

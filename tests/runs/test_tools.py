@@ -305,7 +305,7 @@ WITH_TURNS = {"rollout.tools": None, "rollout.environment": "run_tools:four", "r
     [
         ({"rollout.tools": "run_tools:adds_up"}, [], "has no function 'adds_up'"),
         ({"rollout.tools": "json:dumps"}, [], "has no description that a model can read"),
-        ({"data.chat_template": "t.jinja"}, [], "expected calls of tools that can be parsed"),
+        ({"data.chat_template": "t.jinja"}, [], "expected a data.chat_template whose tool calls can be parsed"),
         (
             {"rollout.reward": "environment", "objective.loss": "policy_gradient"},
             [],

@@ -139,8 +139,8 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         lambda folder: edit(folder, lambda manifest: manifest.pop("base")),
         "does not name the model on which its adapter was trained",
     ),
-    "half-written": (cut(WEIGHTS), "is not what was published"),
-    "a stale configuration": (cut(ADAPTER_CONFIG), "is not what was published"),
+    "half-written": (cut(WEIGHTS), "does not have its published content"),
+    "a stale configuration": (cut(ADAPTER_CONFIG), "does not have its published content"),
     "no configuration": (
         lambda folder: edit(folder, lambda manifest: manifest["files"].pop(ADAPTER_CONFIG)),
         f"has no {ADAPTER_CONFIG}",

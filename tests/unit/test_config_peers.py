@@ -151,7 +151,9 @@ def test_the_wrapper_of_the_page_calls_rewards_of_trl(tmp_path: Path, monkeypatc
     chat = {"prompt": [{"role": "user", "content": "1+1=?"}], "answer": "2"}
     assert checked_reward(exact, "User: 1+1=?", " 2", chat, "d:1") == 1.0
     assert checked_reward(short, "User: 1+1=?", "2" * 50, chat, "d:1") == -0.5
-    with pytest.raises(ValueError, match=r"expected a function\(prompt, completion, record\); a reward of TRL gets"):
+    with pytest.raises(
+        ValueError, match=r"expected a function\(prompt, completion, record\); reward functions for TRL take"
+    ):
         load_function(REWARD, "trl_rewards:exact")
     fields = {keyword.arg for call in ast.walk(ast.parse(job)) if _is_config(call) for keyword in call.keywords}
     assert fields - OF_TRAINER.union(GRPO_FIELDS.split()) == set()

@@ -208,7 +208,7 @@ def test_tools_without_state_do_not_get_earlier_turns_again() -> None:
     ("name", "words"),
     [
         ("NoStep", "a class without the method step: expected a class with reset(prompt, record)"),
-        ("Asks", "a class, which takes (name): expected one without arguments"),
+        ("Asks", "a class, which takes (name): expected no required arguments"),
         ("Two", "Two.step', which takes (self, turn, state): expected a function(self, turn)"),
     ],
 )

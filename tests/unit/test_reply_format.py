@@ -65,7 +65,7 @@ def test_templates_of_families(name: str) -> None:
     if not OF_TRL[name]:
         assert "Hello" in tokenizer.decode(ReplyFormat(tokenizer, "user").reply_ids("Hello"))
         return
-    with pytest.raises(ValueError, match="expected one that writes replies as turns") as raised:
+    with pytest.raises(ValueError, match=r"expected a data.chat_template that writes replies as turns") as raised:
         ReplyFormat(tokenizer, "user")
     assert OF_TRL[name] in str(raised.value)
 

@@ -178,10 +178,14 @@ def edited(**values: Any) -> Callable[[bytes], bytes]:
         (MANIFEST, edited(complete=False), "is damaged"),
         (MANIFEST, edited(version="1"), "is damaged"),
         (MANIFEST, edited(more=1), "is damaged"),
-        (MANIFEST, edited(files={}), "does not hold the files"),
+        (MANIFEST, edited(files={}), "has other files with tensors"),
         ("{first}", None, "lacks the file {first}"),
-        ("{first}", lambda content: content[:-1] + bytes([content[-1] ^ 1]), "{first} is not what was published"),
-        ("other.safetensors", lambda content: b"", "does not hold the files"),  # an engine would read it, too
+        (
+            "{first}",
+            lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+            "{first} does not have its published content",
+        ),
+        ("other.safetensors", lambda content: b"", "has other files with tensors"),  # an engine would read it, too
     ],
 )
 def test_a_folder_that_is_not_what_was_published_is_refused(

@@ -46,20 +46,20 @@ def test_templates_of_families(name: str) -> None:
     if OF_TRL[name]:
         assert ToolFormat(tokenizer, SCHEMAS).title.startswith(OF_TRL[name])
     else:
-        with pytest.raises(ValueError, match=r"^the chat template of '' .*: expected calls of tools that"):
+        with pytest.raises(ValueError, match=r"^the chat template of '' .*: expected a data.chat_template whose"):
             ToolFormat(tokenizer, SCHEMAS)
 
 
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (HERMES.replace("tool_call>", "call>"), "is parsed back as [], and no other of the 7 formats gives it back"),
+        (HERMES.replace("tool_call>", "call>"), "is parsed as [], and none of the 7 formats parses all calls"),
         (
             HERMES.replace("call.function.arguments | tojson", "'{}'"),
             "does not write a call of 'add' with its argument",
         ),
         (HERMES.replace("tojson + '}'", "tojson | replace('12', '13') + '}'"), "'a': -13"),
-        (HERMES.replace("+ message.content +", "+ 'hidden' +"), "does not write the replies of tools behind"),
+        (HERMES.replace("+ message.content +", "+ 'hidden' +"), "does not write the replies of tools after"),
         (
             HERMES.replace("{{ '\n</tool_call>' }}", "{{ '\n</tool_call>' }}{{ ' ' if messages | length > 2 }}"),
             "if a reply fol",
@@ -78,7 +78,7 @@ def test_templates_of_families(name: str) -> None:
     ids=range(7),
 )
 def test_a_template_that_is_not_proven_is_refused(template: str, words: str) -> None:
-    with pytest.raises(ValueError, match="expected calls of tools that can be parsed") as raised:
+    with pytest.raises(ValueError, match=r"expected a data.chat_template whose tool calls can be parsed") as raised:
         ToolFormat(tool_tokenizer(template), SCHEMAS)
     assert words in str(raised.value)
 
@@ -277,7 +277,7 @@ def test_tools_with_state_get_their_calls_again() -> None:
 @pytest.mark.parametrize(
     ("paths", "words"),
     [
-        (["kit.template_messages:add", "kit.template_messages:add"], "there is another tool of this name"),
+        (["kit.template_messages:add", "kit.template_messages:add"], "another tool has the same name"),
         (["kit.template_messages:none"], "has no function 'none'"),
         (["kit.template_messages:Any"], ""),
     ],

@@ -213,10 +213,10 @@ def test_replies_are_text() -> None:
         ("def f(prompt, completion, record, *, more): ...", "takes (prompt, completion, record, *, more)"),
         ("async def f(prompt, completion, record): ...", "got '{module}:f', which is asynchronous (async def)"),
         ("class F:\n    async def __call__(self, *of): ...\nf = F()", "which is asynchronous (async def): expected"),
-        ("f = 3", "which is of type int and no function: expected a function(prompt, completion, record)"),
+        ("f = 3", "which is of type int, not a function: expected a function(prompt, completion, record)"),
         (
             "class F:\n    def score(self): ...\nf = F()",
-            "which is of type F and no function: expected a function(prompt",
+            "which is of type F, not a function: expected a function(prompt",
         ),
         (
             "class f:\n    def score(self): ...",
