@@ -170,7 +170,9 @@ def test_a_teacher_may_read_other_tokens_than_the_student() -> None:
 @pytest.mark.parametrize("signals", [[], [{}, {}]])
 def test_another_number_of_signals_is_refused(signals: list[Signals]) -> None:
     engine = engine_of(models()[0], None)
-    with pytest.raises(ValueError, match=f"{len(signals)} signals for 1 micro-batches: expected one signal per micro-batch"):
+    with pytest.raises(
+        ValueError, match=f"{len(signals)} signals for 1 micro-batches: expected one signal per micro-batch"
+    ):
         gradients(engine, micro_batch(), signals)
 
 
