@@ -193,7 +193,7 @@ def test_a_model_that_was_replaced(tmp_path: Path, which: str) -> None:
     save_model(tmp_path / name, family, seed=7)
     before = contents(out)
     refused = run("distill", tmp_path / "run.yaml", f"out={out}", code=1)
-    assert f"error: {name}: its files have changed since {out}/checkpoints/{NEWEST} was written" in refused.err
+    assert f"error: {name}: the files have changed since {out}/checkpoints/{NEWEST} was written" in refused.err
     assert contents(out) == before
     assert name in run("check", tmp_path / "run.yaml", f"out={out}", code=1).err
 
