@@ -82,8 +82,8 @@ def first_problem(error: ValidationError) -> str:
 
 
 class writing(AbstractContextManager[object]):
-    """Convert tokenizers' disk errors in the block to OSError. For a disk error, its Rust core raises a plain
-    Exception, with the error number only in the message.
+    """Convert disk errors of tokenizers in the block to OSError. The Rust core of tokenizers raises them as plain
+    Exceptions, with the error number only in the message.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):

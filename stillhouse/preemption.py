@@ -137,7 +137,7 @@ def interruptible(what: str, work: Callable[[], T], about: str = "", advice: str
     signals nor releases the GIL.
 
     what: the function's name.
-    about, advice: texts that are added to the warning after `SECONDS_UNTIL_NAMED`, about the call and what to do.
+    about, advice: details of the call, and advice to the user, for the warning after `SECONDS_UNTIL_NAMED`.
     """
     listener = _listener
     if listener is None or threading.current_thread() is not threading.main_thread():
@@ -157,7 +157,7 @@ def interruptible(what: str, work: Callable[[], T], about: str = "", advice: str
 def surviving_lost_reader() -> Iterator[None]:
     """Ignore the error of a failed write to the output if a signal arrives within `SECONDS_OF_LOST_READER` or before.
 
-    The signal may have ended the process that reads the output, such as `tee`, before it arrives in this process.
+    The signal may end the process that reads the output, such as `tee`, before this process receives it.
     """
     try:
         yield
@@ -226,8 +226,8 @@ class _Listener:
             self.require_in_time(self._function)
 
     def require_in_time(self, function: str) -> None:
-        """Raise OverdueError if the function was interrupted. It may have caught an OverdueError that was raised
-        inside it, so this is also called after it.
+        """Raise OverdueError if the function was interrupted. The function may have caught the first OverdueError, so
+        `interruptible` calls this again after the function.
         """
         if self._is_interrupted:
             raise OverdueError(f"{function} has not returned {SECONDS_TO_RETURN:g} s after a signal")

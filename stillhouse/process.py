@@ -58,8 +58,8 @@ def end_process(code: int, line: str | None) -> NoReturn:
 def end_without_threads(code: int) -> None:
     """Start a thread that ends the process with this exit code if other threads do not end in time. Call this last.
 
-    Without it, Python would wait for every non-daemon thread, for example for a reward function that hangs. Ctrl-C
-    could not end this wait, because signals are already ignored.
+    Without this thread, Python would wait for every non-daemon thread, for example for a reward function that hangs.
+    Ctrl-C could not end this wait, because signals are already ignored.
     """
 
     def end() -> None:

@@ -154,7 +154,7 @@ def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     """Return whether two chunks have a common element. Sweeps along the dim with the most distinct offsets."""
     chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if len(chunks) < 2 or not chunks[0].sizes:
-        return len(chunks) > 1  # two chunks of one scalar
+        return len(chunks) > 1  # two chunks of one scalar overlap
     along = max(range(len(chunks[0].sizes)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     active: list[ChunkStorageMetadata] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):

@@ -266,7 +266,7 @@ class Engine(ABC):
 
     def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> Self:
         """Return a copy of this engine with other losses. Each of this engine's parts whose type is not in `parts` is
-        replaced by its `LossPart.silent` version.
+        replaced by its `LossPart.silent` version, or removed if there is none.
         """
         other = copy.copy(self)
         other.optimizer, other.objective = self.optimizer, objective

@@ -44,9 +44,9 @@ class StepLoss:
         The signal must be exact (`FullVocab`).
 
     The output has the objective's metrics and more. `weights` is the sum of the rows' weights, by which the sums of
-    entropies and of agreement are divided. Each teacher with a routed signal, and each origin of an objective by
-    origin, has `weights/<name>`, the sum of the weights of its own rows, and `tokens/<name>`, the number of these
-    rows. At MTP depths, `objective.at_mtp_depths()` replaces an objective that needs rollouts.
+    entropies and of agreement are divided. Each teacher with a routed signal, and each origin in
+    `objective.by_origin`, has `weights/<name>`, the sum of the weights of its own rows, and `tokens/<name>`, the
+    number of these rows. At MTP depths, `objective.at_mtp_depths()` replaces an objective that needs rollouts.
     """
 
     objective: ObjectiveSpec
@@ -106,7 +106,10 @@ class StepLoss:
         valid_index: Tensor | None,
         depth: int = 0,
     ) -> list[Term]:
-        """Return the objective's terms. valid_index: the rows to cover; None: all with a non-zero weight."""
+        """Return the objective's terms.
+
+        valid_index: the rows that the terms must cover, or None for all rows with a non-zero weight.
+        """
         objective, per_token = self.objective, targets.per_token
         if depth:
             # tokens are sampled only from depth 0; the other depths need only the mask of sampled tokens

@@ -1,7 +1,7 @@
 """The step of an optimizer, its groups of parameters, and its state as plain tensors.
 
 The name of a parameter and the class of its module decide whether the parameter is a matrix (`weight_kinds`). The
-number of dims is not enough, because the biases of stacked experts and the A of a state-space layer also have two.
+biases of stacked experts and the A of a state-space layer also have two dims, so the number of dims is not enough.
 """
 
 import re

@@ -119,7 +119,7 @@ def _gradient_error(runner: Runner, micro_batches: Sequence[StageInputs]) -> Ten
     training = True
     with layers_not_compiled():
         expected, is_random = gradients(training=True)
-        if is_random:  # dropout: the compiled layers would use other random numbers
+        if is_random:  # with dropout, the compiled layers would use other random numbers
             training = False
             expected, _ = gradients(training=False)
     compiled, _ = gradients(training=training)
@@ -166,7 +166,7 @@ def layers_compared(
         # the median if the layer has experts, because rounding can change a token's experts and cause a large error
         has_experts = any(is_of_experts(key) for key in tensors)
         error = error_T.quantile(0.5 if has_experts else 0.95)
-        errors[name] = torch.maximum(error, errors.get(name, error))  # NaN stays NaN
+        errors[name] = torch.maximum(error, errors.get(name, error))  # torch.maximum keeps NaN
 
     with hooked(*(layer.register_forward_hook(compare_layer, with_kwargs=True) for layer in decoder.layers())):
         yield errors

@@ -3,7 +3,7 @@
 `models/load_proof.py` describes the proof of one model. Under tensor parallelism, each layer is also compared with
 its full copy, and backward passes show which gradients have to be summed (`layers.py`).
 
-B rows, S columns of the global sequences, D and E widths of student and teacher.
+B rows and S columns of the global sequences, D width of the student, E width of the teacher.
 """
 
 import math
@@ -168,9 +168,7 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
 
 
 def _require_same_packing(runner: Runner, sides: Sequence[_Side]) -> None:
-    """Raise ValueError on all ranks if they pack documents in different ways, as they would then run different
-    collectives.
-    """
+    """Raise ValueError on all ranks if they pack documents in different ways, and so use different collectives."""
     packings = [side.decoders[0].packing for side in sides]
     names = [
         f"{packing.name} with variable-length attention" if packing.attention.reads_lengths else packing.name
@@ -274,7 +272,7 @@ class ProbeForward(Subject):
 
 
 def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> list[Tensor]:
-    """Return, as an output processor, the hidden states of the student by depth, then the teacher's if it ran."""
+    """Return the student's hidden states by depth, then the teacher's if it ran. This is an output processor."""
     hidden = [*hidden_states] if isinstance(hidden_states, tuple) else [hidden_states]
     for signal in context.signals.values():
         with signal.opened(head) as opened:
@@ -308,7 +306,7 @@ def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> Mic
 def _logit_inputs(runner: Runner, decoder: Decoder) -> dict[str, Any]:
     probe = ProbeDocuments.of(decoder.vocabulary_rows, multiple=runner.layout.degrees.context)
     ids_BS = probe.ids_BS[:1]
-    micro_batch = _micro_batch(runner, ids_BS, torch.arange(ids_BS.shape[1])[None])  # one document
+    micro_batch = _micro_batch(runner, ids_BS, torch.arange(ids_BS.shape[1])[None])  # the columns are one document
     if getattr(input_embedding(decoder.pretrained), "weight", None) is None:
         return _embedded(decoder, micro_batch.position_ids_BS)
     if runner.layout.degrees.context == 1:  # without position ids, because some models do not accept them

@@ -129,7 +129,7 @@ def _data_rows(data: Data, schedule: Schedule, rollout: RolloutPlan | None) -> I
 
 
 def _sample_rows(data: Data, *, on_policy: bool) -> Iterator[Row]:
-    """Yield the first document, then a description of each of the first documents with media, and its beginning."""
+    """Yield the first document, then for each of the first documents with media its description and its beginning."""
     documents, processor = data.train.documents, data.processor
     words = "the completion follows it" if on_policy else "the tokens to predict are in ⟦ ⟧"
     yield "prompt" if on_policy else "sample", f"{documents.sources[0]}, {words}:"

@@ -222,7 +222,7 @@ def _copy_others(source: Path, names: Iterable[str], target: Path) -> None:
 
 
 def _kept_in_float32(source: Path) -> list[str]:
-    """Return parts of names. transformers keeps weights with such a name in float32 for every dtype of the model."""
+    """Return the name parts of the weights that transformers keeps in float32 for every dtype of the model."""
     if not (source / CONFIG_NAME).is_file():
         return []
     config = read_configuration(str(source))

@@ -77,8 +77,8 @@ def write_cache(
 ) -> CacheManifest:
     """Write the signals of a run's teacher for its training and held-out documents, or continue to write them.
 
-    The parameters of the signal are only for a teacher in this job. Servers give the signal `teacher.signal`. The
-    signals "top_k" and "sampled" have the temperature of the run's objective.
+    `kind`, `top_k`, `dtype` and `with_label` apply to a teacher in this job. Servers give the signal
+    `teacher.signal`. The signals "top_k" and "sampled" have the temperature of the run's objective.
 
     top_k: the number of ids per token for "top_k", or of samples per token for "sampled".
     dtype: the dtype of the stored numbers. None means the teacher's dtype for hidden states, and otherwise float32.
