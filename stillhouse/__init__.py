@@ -1,6 +1,6 @@
 """Stillhouse distills large language models: any teacher into any student, without materialising logits.
 
-The names are imported at their first use, so that `import stillhouse` takes almost no time.
+Each public name is imported at its first use, so that `import stillhouse` takes almost no time.
 """
 
 from typing import TYPE_CHECKING
@@ -96,7 +96,7 @@ __all__ = [
     "total_variation",
 ]
 
-#: the module of each name
+#: the module from which each public name is imported
 _MODULES = dict.fromkeys(__all__, "stillhouse.objective") | {
     "StepLoss": "stillhouse.engine.loss",
     "load_config": "stillhouse.config",

@@ -1,6 +1,6 @@
 """Finds the documents in the rows of a micro-batch from its position ids.
 
-B rows, S columns, T = B·S; N documents, M = N + 1 borders of documents; K documents that are not only padding.
+B rows, S columns, T = B·S; N documents, M = N + 1 borders of documents; K documents with a token that is not padding.
 """
 
 from typing import NamedTuple, Self
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 class DocumentLengths(NamedTuple):
-    """The lengths of a micro-batch's documents in the form that attention kernels read, with all rows joined to one.
+    """The lengths of a micro-batch's documents in the form that attention kernels read. All rows are concatenated.
 
-    borders_M: int32, the places at which the documents begin and end (`cu_seqlens`), from 0 to T.
+    borders_M: int32, the token positions at which documents begin and end (`cu_seqlens`), from 0 to T.
     longest: the length of the longest document.
-    filled_K: int64, the numbers of the documents that are not only padding; at least one number.
-    filled: the lengths of these K documents.
+    filled_K: int64, the indices of the K documents with a token that is not padding; at least one index.
+    filled: the lengths of the K documents.
     """
 
     borders_M: Tensor
@@ -25,9 +25,9 @@ class DocumentLengths(NamedTuple):
 
     @classmethod
     def of(cls, position_ids_BS: Tensor, is_padding_BS: Tensor | None = None) -> Self:
-        """Read the lengths from position ids. Waits for the device of the position ids.
+        """Compute the lengths from position ids. The host waits for the device of the position ids.
 
-        is_padding_BS: bool, or None if there is no padding. If all tokens are padding, the first document is filled.
+        is_padding_BS: bool, or None without padding. If all tokens are padding, `filled_K` has the first document.
         """
         begins_T = document_starts(position_ids_BS)
         starts_N = begins_T.nonzero()[:, 0]
@@ -43,8 +43,9 @@ class DocumentLengths(NamedTuple):
 
 
 def document_starts(position_ids_BS: Tensor) -> Tensor:
-    """Return for each token of the flattened micro-batch whether a document begins there, bool [T]: in the first
-    column of a row, and where the position ids do not continue.
+    """Return for each token of the flattened micro-batch whether a document begins with it, bool [T].
+
+    A document begins in the first column of a row, and where a position id is not the previous position id plus 1.
     """
     begins_BS = torch.ones_like(position_ids_BS, dtype=torch.bool)
     begins_BS[:, 1:] = position_ids_BS[:, 1:] != position_ids_BS[:, :-1] + 1
@@ -52,12 +53,13 @@ def document_starts(position_ids_BS: Tensor) -> Tensor:
 
 
 def require_separable(position_ids: Tensor, attention_mask: Tensor) -> None:
-    """Raise ValueError if the attention mask of these inputs would not separate their documents."""
-    if attention_mask.dim() != 2:  # a mask per pair of tokens can separate documents itself
+    """Raise ValueError if a row contains several documents, and the attention mask cannot separate them."""
+    if attention_mask.dim() != 2:  # a mask with a value for each pair of tokens can separate documents
         return
     tokens = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
     if bool((tokens & (position_ids[:, 1:] <= position_ids[:, :-1])).any()):
         raise ValueError(
             "position_ids restart within a row and an attention_mask is given, with which the row's documents "
-            "see each other: expected attention_mask=None for packed rows (padding as a separate document)"
+            "see each other: expected attention_mask=None for packed rows, in which padding has position_ids from 0 "
+            "like a document"
         )

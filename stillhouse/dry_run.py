@@ -1,7 +1,7 @@
-"""Lets a dry run replace functions of a run.
+"""Replaces functions of a run during a dry run.
 
-A dry run (`stillhouse plan`) has no GPU, no other processes, and no values of tensors. `replaceable` marks each
-function that needs one of these. Such a function is replaced only within `dry_run`.
+A dry run (`stillhouse plan`) has no GPU, no other processes, and no values of tensors. The decorator `replaceable`
+marks each function that needs a GPU, another process or a value. `dry_run` replaces marked functions within a block.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ _answers: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def replaceable(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Let `dry_run` replace the function. `inspect.unwrap` returns the function itself."""
+    """Return a wrapper of the function, which `dry_run` can replace. `inspect.unwrap` returns the function itself."""
 
     @wraps(function)
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:

@@ -1,4 +1,4 @@
-"""Names of a package that are imported at their first use, so that importing the package does not import torch."""
+"""Imports the names of a package at their first use, so that importing the package does not import torch."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -9,7 +9,10 @@ from typing import Any
 def names_at_first_use(
     package: str, modules: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`. modules: each name's module; by default `public`."""
+    """Return a package's `__getattr__`, which imports a name at its first use, and its `__dir__`.
+
+    modules: the module of each name. If it is None, every name is in the package's module `public`.
+    """
 
     def get(name: str) -> Any:
         module = f"{package}.public" if modules is None else modules.get(name)

@@ -1,6 +1,6 @@
 """Facts about other libraries: which features need a later version, and which errors a damaged file causes.
 
-transformers, tokenizers, datasets and ruamel hardly validate files: a number instead of a text causes an
+transformers, tokenizers, datasets and ruamel hardly validate files: a number in place of a string causes an
 AttributeError deep inside them. So each call of these libraries that reads external files is in a `reading` block.
 Such a block contains no code of our own.
 """
@@ -20,7 +20,7 @@ from stillhouse.display import first_line
 
 
 class Needs(NamedTuple):
-    """The first version of a library that supports a feature, and the reason."""
+    """The first version of a library that supports a feature. why: what earlier versions cannot do."""
 
     library: str
     version: str
@@ -48,41 +48,42 @@ _PYTHONS = (
     SyntaxError,
     EOFError,
 )
-#: libraries whose errors derive directly from Exception; panics of Rust code even derive from BaseException
+#: the modules of errors that derive directly from Exception or, for panics of Rust code, from BaseException
 _LIBRARIES = (
     *("PIL", "datasets", "huggingface_hub", "jinja2", "pyarrow", "pyo3_runtime", "re", "safetensors", "sqlite3"),
-    *("struct", "tokenize", "zlib"),  # tokenize: for a damaged header of a numpy array
+    *("struct", "tokenize", "zlib"),  # numpy reads the header of an array with tokenize
 )
 
 
 class reading(AbstractContextManager[object]):
     """Convert a library's error in the block to ValueError("{what}: {the error's first line}").
 
-    passes: types of our own errors, which are not converted.
-    library: another library whose errors derive directly from Exception.
+    passes: types of errors that are not converted.
+    library: an additional library, whose errors are also converted if they derive directly from Exception.
     """
 
     def __init__(self, what: str, *, passes: type[Exception] | tuple[()] = (), library: str = ""):
         self.what, self.passes, self.libraries = what, passes, {*_LIBRARIES, library}
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        # torch's OutOfMemoryError is recognized by name, to avoid importing torch; tokenizers raises plain Exceptions
+        # torch's OutOfMemoryError is recognized by its name, because this module must not import torch
         if error is None or isinstance(error, self.passes) or type(error).__name__ == "OutOfMemoryError":
             return
         is_library = any(kind.__module__.partition(".")[0] in self.libraries for kind in type(error).__mro__)
+        # tokenizers raises plain Exceptions
         if is_library or isinstance(error, _PYTHONS) or type(error) is Exception:
             raise ValueError(f"{self.what}: {first_line(error)}") from error
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first problem that pydantic has found, with its place."""
+    """Return the first problem in pydantic's error, after the key of the value that has the problem."""
     first = error.errors(include_url=False, include_input=False)[0]
     return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
 
 
 class writing(AbstractContextManager[object]):
-    """Convert disk errors in the block to OSError. For a disk error, the Rust core of tokenizers raises a plain
-    Exception that has the error number only in its text.
+    """Convert disk errors of tokenizers in the block to OSError. The Rust core of tokenizers raises them as plain
+    Exceptions, with the error number only in the message.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -95,23 +96,23 @@ class writing(AbstractContextManager[object]):
 
 
 def imported(name: str, what: str) -> Any:
-    """Import an optional library. Raises ValueError, which begins with `what`, if its import fails."""
+    """Import and return an optional library. Raises ValueError with a message that begins with `what` on failure."""
     with reading(f"{what}: {name} is installed, but cannot be imported"):
         return import_module(name)
 
 
 def is_at_least(library: str, oldest: str) -> bool:
-    """Whether the installed version is `oldest` or later; a pre-release counts as its version."""
+    """Return whether the installed version is `oldest` or later; 5.20rc1 counts as 5.20."""
     return Version(version(library)).release >= Version(oldest).release
 
 
 def is_supported(feature: str) -> bool:
-    """Whether the installed libraries support one of `FEATURES`."""
+    """Return whether the installed libraries support a feature. feature: a key of `FEATURES`."""
     return is_at_least(FEATURES[feature].library, FEATURES[feature].version)
 
 
 def require_feature(feature: str) -> None:
-    """Raise ValueError if an installed library is too old for one of `FEATURES`."""
+    """Raise ValueError if an installed library is too old for a feature. feature: a key of `FEATURES`."""
     if not is_supported(feature):
         library, oldest, why = FEATURES[feature]
         raise ValueError(

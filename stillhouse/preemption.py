@@ -6,15 +6,15 @@ The command line handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 (`handling`):
                         writes a checkpoint and raises `Preempted`. Outside `finishing` it ends the process at once.
     the second signal   Ends the process at once.
 
-A Ctrl-C may also end the reader of the output (`tee`), so that the output cannot be written. The signal is obeyed in
-this case, too (`surviving_lost_reader`). If a function of the user does not return after a signal within `finishing`,
-it is interrupted (`interruptible`). If such a function has not returned after a minute, a line names it. The line
-about a signal names the function that is running.
+Ctrl-C may also end the process that reads the output (`tee`), so that writing the output fails. The run still writes
+its checkpoint in this case (`surviving_lost_reader`). A function of the user (such as a reward) that does not return
+soon after a signal within `finishing` is interrupted (`interruptible`). A warning names each function of the user
+that has run for a minute, also without a signal. The line that reports a signal names the function that is running.
 
 The exit code is 128 + the signal's number; only a server that has answered all requests ends with 0. A thread reads
 the signals, because Python runs signal handlers only in the main thread, which may be waiting in a collective that
-never ends. Signals that were ignored when the process started (`nohup`, background jobs) stay ignored. Without the
-command line, the library installs no handlers, and signals have their usual effects.
+never ends. Signals that were ignored when the process started (`nohup`, background jobs) stay ignored. If the library
+is used without the command line, it installs no handlers, and signals have their usual effects.
 """
 
 import errno
@@ -36,21 +36,22 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 #: `srun` signal every process of a job step, and torchrun also forwards its own signal to its processes
 REPEATED_SECONDS = 1.0
 
-#: Ctrl-C in a terminal ends the reader of a run's output and signals the run. If the run cannot write its output, it
-#: waits this many seconds for the signal
+#: Ctrl-C in a terminal ends the process that reads a run's output, and also signals the run. If writing the output
+#: fails, the run waits this many seconds for the signal
 SECONDS_OF_LOST_READER = 2.0
-#: after a signal, the user's functions may run for this many seconds in total before they are interrupted. If they do
-#: not return within the same time again, the process ends without a checkpoint
+#: after a signal, the user's functions may run for this many seconds in total; then the running function is
+#: interrupted. If it has not returned after as many more seconds, the process ends without a checkpoint
 SECONDS_TO_RETURN = 5.0
-#: the signal that interrupts a function in the main thread. If it arrives too late, it has no effect, because the
-#: default action for this signal is to ignore it
+#: the signal that interrupts a function in the main thread. If it arrives after the handler was removed, it has no
+#: effect, because the default action for this signal is to ignore it
 _INTERRUPT = signal.SIGURG
-#: After a signal, the main thread gets `_YIELD` whenever it has used `_YIELD_SECONDS` of processor time in a
-#: function. A long operation in C, such as a regular expression, blocks all other threads, but it handles signals.
+#: after a signal, the main thread gets `_YIELD` whenever it has used `_YIELD_SECONDS` of processor time in a function
+#: of the user. A long operation in C, such as a regular expression, holds the GIL and so blocks the thread that reads
+#: the signals, but it runs signal handlers; the handler of `_YIELD` releases the GIL
 _YIELD, _YIELD_SECONDS = signal.SIGVTALRM, 0.2
 _MILLISECONDS_BETWEEN_LOOKS = 200
-#: seconds in one call of a user's function until a line names the function, and seconds between two checks whether
-#: this line is due. For each check, the thread gets processor time as above
+#: a warning names a function of the user when one call has run for `SECONDS_UNTIL_NAMED`. A thread checks this every
+#: `SECONDS_BETWEEN_LOOKS`; as after a signal, `_YIELD` lets the thread run
 SECONDS_UNTIL_NAMED, SECONDS_BETWEEN_LOOKS = 60.0, 5.0
 
 _OUTPUTS = (1, 2)
@@ -61,9 +62,9 @@ _listener: "_Listener | None" = None
 
 
 class Preempted(Exception):
-    """The run stopped because of a signal, after it wrote a checkpoint. All ranks raise this after the same step.
+    """The run stopped because of a signal. All ranks raise this after the same step.
 
-    checkpoint: the checkpoint; None if the run did not finish its first step and therefore wrote no checkpoint.
+    checkpoint: the path of the checkpoint that the run wrote; None if the run did not finish its first step.
     """
 
     def __init__(self, number: int, step: int, checkpoint: Path | None):
@@ -81,11 +82,12 @@ class OverdueError(BaseException):
 
 @contextmanager
 def handling(message: Callable[[int], str], *, ends_process: bool = False) -> Iterator[None]:
-    """Handle signals until the block ends.
+    """Handle signals until the block ends. Only the main thread can install handlers; in another thread, this does
+    nothing.
 
     message: a function of a signal's number that returns the line to print if the signal ends the process at once.
-    ends_process: ignore signals after the block, so that they cannot change the exit code. Otherwise the previous
-    handlers are restored. Only the main thread can install handlers; in another thread, the function does nothing.
+    ends_process: whether the process ends after the block. If it is true, signals after the block are ignored, so
+        that they cannot change the exit code. If it is false, the previous handlers are restored.
     """
     global _listener
     if threading.current_thread() is not threading.main_thread():
@@ -94,7 +96,7 @@ def handling(message: Callable[[int], str], *, ends_process: bool = False) -> It
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     _listener = _Listener(message)
     descriptor = signal.set_wakeup_fd(_listener.wakeup.fileno(), warn_on_full_buffer=False)
-    # `_YIELD` lets the thread that reads the signals run
+    # the handler of `_YIELD` sleeps, so that the thread that reads the signals can run
     handlers: dict[signal.Signals, Callable[..., object]] = {
         _INTERRUPT: _listener.interrupt,
         _YIELD: lambda *_: time.sleep(0.001),
@@ -113,7 +115,7 @@ def handling(message: Callable[[int], str], *, ends_process: bool = False) -> It
 
 @contextmanager
 def finishing(what: str) -> Iterator[None]:
-    """Within the block, the first signal is only recorded, and a line says that `what` will be finished first."""
+    """Within the block, only record the first signal, and print that `what` is finished before the process ends."""
     listener = _listener
     if listener is None:
         yield
@@ -128,14 +130,14 @@ def finishing(what: str) -> Iterator[None]:
 def interruptible(what: str, work: Callable[[], T], about: str = "", advice: str = "") -> T:
     """Call `work`, a function of the user that may never return.
 
-    Within `finishing`, OverdueError is raised inside `work` `SECONDS_TO_RETURN` after a signal. If `work` still does
-    not return, the process ends after the same time again. Outside `finishing`, a signal ends the process at once.
+    Within `finishing`, OverdueError is raised inside `work` `SECONDS_TO_RETURN` after a signal. If `work` has not
+    returned after as many more seconds, the process ends. Outside `finishing`, a signal ends the process at once.
     Only the main thread can be interrupted, and only between two instructions of Python, in a system call, or in C
     code that checks for signals, such as a regular expression. Only SIGKILL ends C code that neither checks for
     signals nor releases the GIL.
 
     what: the function's name.
-    about, advice: additions to the line that names the function after `SECONDS_UNTIL_NAMED`.
+    about, advice: details of the call, and advice to the user, for the warning after `SECONDS_UNTIL_NAMED`.
     """
     listener = _listener
     if listener is None or threading.current_thread() is not threading.main_thread():
@@ -147,15 +149,15 @@ def interruptible(what: str, work: Callable[[], T], about: str = "", advice: str
         finally:
             listener.leave()
     finally:
-        listener.leave()  # again: the error may have been raised just before the first call
+        listener.leave()  # a second time, because OverdueError may have been raised just before the first call
         listener.require_in_time(what)
 
 
 @contextmanager
 def surviving_lost_reader() -> Iterator[None]:
-    """Ignore an error when the output is written if a signal arrives within `SECONDS_OF_LOST_READER`.
+    """Ignore the error of a failed write to the output if a signal arrives within `SECONDS_OF_LOST_READER` or before.
 
-    The signal may have ended the output's reader, such as `tee`, before this process received it.
+    The signal may end the process that reads the output, such as `tee`, before this process receives it.
     """
     try:
         yield
@@ -166,8 +168,8 @@ def surviving_lost_reader() -> Iterator[None]:
 
 
 def requested() -> int:
-    """The number of the signal that this process has received; 0 if there was none, or without `handling`. If the
-    handler has run in the main thread, first wait until the listener's thread has read the signal.
+    """Return the number of the signal that this process has received; 0 without a signal, or outside `handling`. If
+    the handler has run in the main thread, first wait until the listener's thread has read the signal.
     """
     if (listener := _listener) is None:
         return 0
@@ -185,7 +187,7 @@ class _Listener:
         self.has_arrived, self.noted = False, threading.Event()  # noted: set when a signal was received
         self._function: str | None = None  # the user's function that is running
         self._late = ""  # the line to print if the running function does not return soon
-        self._entered_at = self._spent = 0.0  # spent: seconds in earlier functions since the signal
+        self._entered_at = self._spent = 0.0  # _spent: seconds after the signal in functions that have returned
         self._is_interrupted = False  # whether the running (or last) function was interrupted
         self._message = message
         self._inbox, self.wakeup = socket.socketpair()
@@ -196,7 +198,7 @@ class _Listener:
         self._thread.start()
 
     def arrive(self, *_: object) -> None:
-        """The signal handler. The main thread calls it as soon as the thread executes Python code."""
+        """Record that a signal has arrived. The main thread runs this handler as soon as it executes Python code."""
         self.has_arrived = True
         if self._function is not None:
             _set_timer(_YIELD_SECONDS)
@@ -219,17 +221,19 @@ class _Listener:
             self._spent += self._since_signal()
 
     def interrupt(self, *_: object) -> None:
-        """The handler of `_INTERRUPT`, in the main thread."""
+        """Handle `_INTERRUPT` in the main thread: raise OverdueError in the function of the user that is running."""
         if self._function is not None:
             self.require_in_time(self._function)
 
     def require_in_time(self, function: str) -> None:
-        """Raise OverdueError if the function was interrupted, because it may have caught the first OverdueError."""
+        """Raise OverdueError if the function was interrupted. The function may have caught the first OverdueError, so
+        `interruptible` calls this again after the function.
+        """
         if self._is_interrupted:
             raise OverdueError(f"{function} has not returned {SECONDS_TO_RETURN:g} s after a signal")
 
     def close(self) -> None:
-        # closing is not enough: a forked process may still have this socket open, so that the thread would wait
+        # close() is not enough: a forked process may still have this socket open, and the thread would wait for ever
         self.wakeup.shutdown(socket.SHUT_RDWR)
         self.wakeup.close()
         self._thread.join()
@@ -250,14 +254,14 @@ class _Listener:
                     signal.pthread_kill(main, _INTERRUPT)
             entered_at, late = self._entered_at, self._late
             is_due = late and self._function is not None and time.monotonic() - entered_at > SECONDS_UNTIL_NAMED
-            if is_due and entered_at == self._entered_at:  # otherwise, another call has begun meanwhile
+            if is_due and entered_at == self._entered_at:  # if they differ, another call has begun meanwhile
                 self._late = ""
                 print_line(f"warning: {late}")
             looks = _MILLISECONDS_BETWEEN_LOOKS if self.received else 1000 * SECONDS_BETWEEN_LOOKS
             for descriptor, _ in self._poll.poll(looks):
                 if descriptor in _OUTPUTS:
                     self._poll.unregister(descriptor)
-                    # redirect a descriptor to the null device, because its reader has ended
+                    # redirect the output to the null device, because the process that reads it has ended
                     null = os.open(os.devnull, os.O_WRONLY)
                     os.dup2(null, descriptor)
                     os.close(null)
@@ -270,7 +274,7 @@ class _Listener:
                         self._receive(number)
 
     def _since_signal(self) -> float:
-        """The seconds that the running function has run since the signal."""
+        """Return the seconds that the running function has run since the signal."""
         return time.monotonic() - max(self._entered_at, self._received_at)
 
     def _receive(self, number: int) -> None:
@@ -285,7 +289,7 @@ class _Listener:
         # Ctrl-C also ends a `tee` that reads the output, and SIGHUP means that the terminal is closed. In both cases,
         # writing to the output fails; this must not prevent the checkpoint.
         for descriptor in _OUTPUTS:
-            self._poll.register(descriptor, 0)  # reports only errors
+            self._poll.register(descriptor, 0)  # with 0, the poll reports only errors
         if _is_rank_0():
             name = signal.Signals(number).name
             running = "" if function is None else f"; {function} is running"

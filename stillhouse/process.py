@@ -1,4 +1,6 @@
-"""This process: its error line, its end (despite other threads, or with torchrun) and a limit of its memory."""
+"""Prints the error line of this process, ends the process (despite other threads, or with torchrun), and limits its
+memory.
+"""
 
 import os
 import resource
@@ -12,7 +14,7 @@ from stillhouse.display import escaped
 
 #: the maximum number of seconds to wait while buffered output is written to stdout
 FLUSH_SECONDS = 1.0
-#: the maximum number of seconds that a finished command waits for threads of other code
+#: the maximum number of seconds that a finished command waits for threads of libraries and of the user's functions
 SECONDS_FOR_THREADS = 30.0
 #: seconds between two checks whether torchrun still runs. If torchrun has ended, local rank 0 ends first, and the
 #: other ranks wait for twice this time, so that local rank 0 does not report a lost connection
@@ -20,14 +22,14 @@ SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def error_line(message: str) -> str:
-    """The line that every command prints for an error, with the rank's number if this is not rank 0."""
+    """Return the line that every command prints for an error, with the rank's number if this is not rank 0."""
     rank = os.environ.get("RANK", "0")
     return f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}"
 
 
 def print_line(line: str) -> None:
     """Print a line on stderr without Python's buffers, because the main thread may have locked them."""
-    start = "\n" if os.isatty(2) else ""  # start below the live line of a run
+    start = "\n" if os.isatty(2) else ""  # on a terminal, begin below the progress line of a run
     with suppress(OSError):  # the reader of stderr may have ended
         os.write(2, f"{start}{escaped(line, lines=True)}\n".encode())
 
@@ -44,7 +46,8 @@ def end_process(code: int, line: str | None) -> NoReturn:
         with suppress(OSError, ValueError):  # ValueError: the stream is closed
             sys.stdout.flush()
 
-    thread = threading.Thread(target=flush, daemon=True)  # the main thread may hold the lock of stdout for ever
+    # flush in a thread with a time limit, because the main thread may hold the lock of stdout for ever
+    thread = threading.Thread(target=flush, daemon=True)
     thread.start()
     thread.join(FLUSH_SECONDS)
     if line is not None:
@@ -53,10 +56,10 @@ def end_process(code: int, line: str | None) -> NoReturn:
 
 
 def end_without_threads(code: int) -> None:
-    """End the process with this exit code if threads of other code do not end. Must be called last.
+    """Start a thread that ends the process with this exit code if other threads do not end in time. Call this last.
 
-    Python alone would wait for every non-daemon thread, for example for a reward function that hangs. Signals are
-    already ignored at this point.
+    Without this thread, Python would wait for every non-daemon thread, for example for a reward function that hangs.
+    Ctrl-C could not end this wait, because signals are already ignored.
     """
 
     def end() -> None:
@@ -65,7 +68,7 @@ def end_without_threads(code: int) -> None:
         names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
         if names:
             which = ascii(", ".join(names))
-            line = f"warning: the process ends without the threads {which}, which do not end by themselves"
+            line = f"warning: the process ends, although these threads have not ended by themselves: {which}"
             end_process(code, line)
 
     threading.Thread(target=end, daemon=True).start()
@@ -74,10 +77,11 @@ def end_without_threads(code: int) -> None:
 def end_with_launcher() -> None:
     """Start a thread that ends this process when its parent torchrun has ended. Without torchrun this does nothing.
 
-    torchrun stops its processes before it ends, unless SIGKILL ends it, for example when memory runs out. Then its
-    processes would continue training, occupy their devices and keep the run's folder locked. The thread detects this
-    by the parent's process id, which the operating system changes when the parent ends. Unlike Linux's
-    `prctl(PR_SET_PDEATHSIG)`, this works on every system, and also if the thread that started this process has ended.
+    torchrun stops its processes before it ends, except when SIGKILL ends torchrun, for example when memory runs out.
+    Then its processes would continue training, occupy their devices and keep the run's folder locked. The thread
+    detects this by the parent's process id, which the operating system changes when the parent ends. This works on
+    every system. Linux's `prctl(PR_SET_PDEATHSIG)` would also end this process when only the thread of torchrun that
+    started it ends.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_watch_launcher, args=(os.getppid(),), name="launcher", daemon=True).start()
@@ -89,8 +93,8 @@ def _watch_launcher(launcher: int) -> None:
     line = None
     if os.environ.get("LOCAL_RANK", "0") == "0":
         line = error_line(
-            f"torchrun (process {launcher}), which started this process, is gone; a run continues from its last "
-            "checkpoint"
+            f"torchrun (process {launcher}), which started this process, has ended; the same command continues the "
+            "run from its last checkpoint"
         )
     else:
         time.sleep(2 * SECONDS_BETWEEN_LOOKS)
@@ -98,10 +102,12 @@ def _watch_launcher(launcher: int) -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Limit data and stack to their present size plus `more` bytes (only on Linux). Using more raises MemoryError."""
+    """Limit data and stack to their present size plus `more` bytes; without /proc/self/statm, do nothing. Allocations
+    above the limit raise MemoryError.
+    """
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:
-            pages = int(statm.read().split()[5])  # data and stack
+            pages = int(statm.read().split()[5])  # the pages of data and stack
     except OSError:
         return
     limit = pages * resource.getpagesize() + more

@@ -1,19 +1,20 @@
-"""The only loader of add-ons, which are entry points that installed packages register by group and name.
+"""Loads all add-ons. These are entry points that installed packages register by group and name.
 
-This distribution registers its own add-ons in the same way as any other one, in pyproject.toml:
+Stillhouse registers its own add-ons in the same way as other distributions, in pyproject.toml:
 
     [project.entry-points."stillhouse.trackers"]
     wandb = "stillhouse.output.trackers:Wandb"
 
 The group of an entry point determines the kind of its object; docs/extending.md has an example for each group. The
-object's module imports no heavy library, because the configuration and `stillhouse info` load all entries of a group.
+object's module must not import a heavy library such as torch, because the configuration and `stillhouse info` load
+all entries of a group.
 """
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-#: the groups of entry points, each with a name for its entries
+#: the groups of entry points, each with a description of its entries
 GROUPS = {
     "stillhouse.commands": "commands of the command line",
     "stillhouse.divergences": "divergences of a loss",
@@ -31,7 +32,7 @@ GROUPS = {
 
 @cache
 def registered(group: str) -> dict[str, EntryPoint]:
-    """The entry points of one of `GROUPS` by name, in alphabetical order.
+    """Return the entry points of one of `GROUPS` by name, in alphabetical order.
 
     Raises ValueError if the group is empty, or if two installed distributions register the same name with different
     values.
@@ -46,17 +47,17 @@ def registered(group: str) -> dict[str, EntryPoint]:
                 f"{distribution(other)} ({other.value}) and {distribution(point)} ({point.value}) both register "
                 f"{point.name!r} in {group}: uninstall one of them"
             )
-    if not points:  # every group has entries of this project; without an error, nobody would notice their absence
+    if not points:  # every group has entries of Stillhouse; without an error, nobody would notice their absence
         raise ValueError(
-            f"no {GROUPS[group]} are registered ({group}), not even those of Stillhouse: its metadata are those of "
-            "another version; expected a new installation (pip install -e . in a checkout)"
+            f"no {GROUPS[group]} are registered ({group}), not even those of Stillhouse: its installed metadata are "
+            "of another version; install Stillhouse again (pip install -e . in a checkout)"
         )
     return points
 
 
 @cache
 def load(group: str, name: str) -> Any:
-    """The registered object. Raises ValueError for an unknown name, or if the add-on's module cannot be imported."""
+    """Return a registered object. Raises ValueError for an unknown name, or if the add-on cannot be imported."""
     points = registered(group)
     if name not in points:
         raise ValueError(
@@ -71,10 +72,10 @@ def load(group: str, name: str) -> Any:
 
 
 def load_all(group: str) -> dict[str, Any]:
-    """All registered objects of a group by name."""
+    """Return all registered objects of a group by name."""
     return {name: load(group, name) for name in registered(group)}
 
 
 def distribution(point: EntryPoint) -> str:
-    """The name and version of the distribution that registers an entry point."""
+    """Return the name and version of the distribution that registers an entry point."""
     return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown distribution"

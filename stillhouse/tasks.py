@@ -1,9 +1,9 @@
 """Tasks with verifiable answers. Their problems are generated from a seed.
 
 Configurations and scripts use the names of this module, as in `rollout.reward: stillhouse.tasks:exact_match`. A new
-task is a function and its entry in `TASKS`. A task, a seed and a number give the same problem on every machine. The
-hash of a problem's prompt decides whether the problem is held out. Therefore no problem is in both splits, for any
-seeds and lengths.
+task needs a function that makes its problems, and an entry in `TASKS`. A task, a seed and a number give the same
+problem on every machine. The hash of a problem's prompt decides whether the problem is held out. So the training
+split and the held-out split have no common problem, for any seeds and lengths.
 """
 
 import hashlib
@@ -18,13 +18,14 @@ HELD_OUT_SHARE = 0.2
 LARGEST_TERM = 19
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
-#: limits of lengths: too few shorter problems exist for two splits; longer ones exceed the context of small models
+#: the range of allowed lengths. There are too few shorter problems for two splits, and longer problems exceed the
+#: context of small models
 SHORTEST, LONGEST = 2, 256
 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task and the range of lengths of its problems, inclusive.
+    """The name of a task, and the smallest and largest length of its problems.
 
     Raises ValueError for an unknown name and for lengths that are not in order or out of range.
     """
@@ -44,7 +45,7 @@ class TaskSpec:
 
     @classmethod
     def parse(cls, text: str) -> "TaskSpec":
-        """A task from `name` or `name(shortest:longest)`."""
+        """Read a task from a text, `name` or `name(shortest:longest)`."""
         match = re.fullmatch(r"([^(]*)(?:\((.*)\))?", text, re.DOTALL)
         if match is None:
             raise ValueError(f"got task {text!r}, expected a name, or a name with lengths such as sums(2:4)")
@@ -52,7 +53,7 @@ class TaskSpec:
 
     @classmethod
     def of(cls, name: str, lengths: str | None = None) -> "TaskSpec":
-        """A task from its name and `lengths`, such as 2:6. If `lengths` is None, the task has its default lengths."""
+        """Return a task by its name. lengths: a range such as 2:6, or None for the task's default lengths."""
         if lengths is None:
             return cls(name, *(TASKS[name].lengths if name in TASKS else (SHORTEST, LONGEST)))
         match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", lengths)
@@ -65,7 +66,7 @@ class TaskSpec:
 class Problem:
     """A prompt with its only right answer.
 
-    length: the number of a sum's terms, of letters to reverse, or of brackets to close.
+    length: the number of terms of a sum, of letters to reverse, or of brackets to close.
     """
 
     prompt: str
@@ -73,14 +74,16 @@ class Problem:
     length: int
 
     def record(self, task: str) -> dict[str, str | int]:
-        """The problem as a record of training data."""
+        """Return the problem as a record of training data."""
         return {"prompt": self.prompt, "completion": self.answer, "task": task, "length": self.length}
 
 
 def problem(task: TaskSpec, seed: int, number: int, *, held_out: bool) -> Problem:
-    """Problem `number` of a split. With `number`, the length cycles through the range of lengths.
+    """Return problem `number` of a split. Consecutive numbers cycle through the lengths of the task.
 
-    Problems with different numbers may be equal. This is likely only for short lengths, because few problems exist.
+    Problems with different numbers may be equal. This is likely only for short lengths, with few possible problems.
+
+    held_out: whether the problem is from the held-out split or, if it is false, from the training split.
     """
     length = task.shortest + number % (task.longest - task.shortest + 1)
     random = RandomNumbers(task.name, seed, number)
@@ -91,13 +94,17 @@ def problem(task: TaskSpec, seed: int, number: int, *, held_out: bool) -> Proble
 
 
 def is_held_out(task: str, text: str) -> bool:
-    """Whether a problem is in the held-out split. text: a text that identifies it in its task, such as its prompt."""
+    """Return whether a problem is in the held-out split.
+
+    text: a text that identifies the problem in its task, such as its prompt.
+    """
     digest = hashlib.sha256(f"{task}\n{text}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < int(HELD_OUT_SHARE * 2**64)
 
 
 def exact_match(prompt: str, completion: str, record: Mapping[str, Any]) -> float:
-    """1 if a completion (without special tokens) equals the record's completion, otherwise 0. For `rollout.reward`.
+    """Return 1 if a completion (without special tokens) equals the record's completion, and 0 if not. This is a
+    function for `rollout.reward`.
 
     The completion of a record with `messages` is the text of the last message. White space around the two texts is
     ignored.
@@ -108,21 +115,21 @@ def exact_match(prompt: str, completion: str, record: Mapping[str, Any]) -> floa
 
 
 class RandomNumbers:
-    """Random integers, made from raw 64-bit integers, which are the same in all versions of numpy."""
+    """Random integers that are the same in all versions of numpy, because they are made from raw 64-bit integers."""
 
     def __init__(self, task: str, seed: int, number: int):
-        import numpy as np  # here, because the configuration imports this module without numpy
+        import numpy as np  # not at the top, because the configuration imports this module, but not numpy
 
         name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
         self._bits = np.random.PCG64(np.random.SeedSequence([name, seed, number]))
 
     def below(self, end: int) -> int:
-        """A random integer from 0 to end - 1. The modulo bias is below 2**-56, because `end` is small here."""
+        """Return a random integer from 0 to end - 1. The modulo bias is below 2**-56 if `end` is at most 256."""
         return int(self._bits.random_raw()) % end
 
 
 def _sum(random: RandomNumbers, length: int) -> tuple[str, str]:
-    """`3+14-5=` with the answer `12`."""
+    """Return a prompt such as `3+14-5=`, and its answer `12`."""
     total = 1 + random.below(LARGEST_TERM)
     text = str(total)
     for _ in range(length - 1):
@@ -133,13 +140,15 @@ def _sum(random: RandomNumbers, length: int) -> tuple[str, str]:
 
 
 def _reversal(random: RandomNumbers, length: int) -> tuple[str, str]:
-    """`reverse: abcde =` with the answer `edcba`."""
+    """Return a prompt such as `reverse: abcde =`, and its answer `edcba`."""
     letters = "".join(LETTERS[random.below(len(LETTERS))] for _ in range(length))
     return f"reverse: {letters} =", letters[::-1]
 
 
 def _brackets(random: RandomNumbers, length: int) -> tuple[str, str]:
-    """`close: ([]{ =` with the answer `})`. About half of the open brackets follow a pair that is already closed."""
+    """Return a prompt such as `close: ([]{ =`, and its answer `})`. About half of the open brackets follow a closed
+    pair, such as `[]`.
+    """
     kinds, text, answer = list(BRACKETS), "", ""
     for _ in range(length):
         if random.below(2):
@@ -152,7 +161,7 @@ def _brackets(random: RandomNumbers, length: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Task:
-    """A task. lengths: its default (shortest, longest). write: (random numbers, length) → (prompt, answer)."""
+    """A task. lengths: the default range, (shortest, longest). write: (random numbers, length) → (prompt, answer)."""
 
     lengths: tuple[int, int]
     write: Callable[[RandomNumbers, int], tuple[str, str]]

@@ -32,7 +32,7 @@ DAMAGED = ".damaged"
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints, oldest first."""
+    """Return the complete checkpoints in a folder, the oldest first."""
     named = (path for path in folder.glob(f"{PREFIX}*") if re.fullmatch(rf"{PREFIX}\d+", path.name))
     return sorted(named, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
@@ -48,7 +48,7 @@ def prune(folder: Path, keep: int, best: str | None, greater: bool | None = None
     for path in every[:-keep]:
         if path != best_path and path not in damage:
             unfinished = path.with_name(path.name + UNFINISHED)
-            path.rename(unfinished)  # so that an interrupted removal leaves no incomplete checkpoint
+            path.rename(unfinished)  # an interrupted removal then leaves no incomplete checkpoint
             shutil.rmtree(unfinished)
     return [*damage.values()]
 
@@ -56,10 +56,11 @@ def prune(folder: Path, keep: int, best: str | None, greater: bool | None = None
 def best_checkpoint(
     paths: list[Path], metric: str, greater: bool | None = None
 ) -> tuple[Path | None, dict[Path, str]]:
-    """The earliest checkpoint with the best value of a metric, and a message for each damaged state.json. The
+    """Return the earliest checkpoint with the best value of a metric, and a message for each damaged state.json. The
     checkpoint is None if no checkpoint has the metric.
 
-    greater: whether a higher value is better. If it is None, it is true only for agreement, exact match and reward.
+    greater: whether a higher value is better. None means true for agreement, exact match and the reward of prompts,
+        and false for other metrics.
     """
     if greater is None:
         greater = metric.startswith("eval/exact_match") or metric.endswith(("/agreement", "prompts/reward"))
@@ -97,18 +98,18 @@ def verified(
 
     shared: whether all ranks see the same folder. If not, the ranks of each machine read all files of their folder.
     with_student: whether the folder `student` is also checked. A resumed run does not read this folder.
-    Raises DamagedCheckpointError if the checkpoint is damaged, and ValueError if a rank cannot read the files, which
-    may then be intact.
+    Raises DamagedCheckpointError if the checkpoint is damaged. Raises ValueError if a rank cannot read the files; the
+    checkpoint may be intact in this case.
     """
     with _reading_on(ranks):
         state = read_state(path)
     if len(set(ranks.gather(json.dumps(asdict(state), sort_keys=True)))) > 1:
-        raise DamagedCheckpointError(f"{path} is not the same for all ranks: they read different files {STATE}")
+        raise DamagedCheckpointError(f"{path} is not the same for all ranks: they read different versions of {STATE}")
     with _reading_on(ranks):
         prefixes = ("",) if with_student else _READ_TO_RESUME
         expected = {name: value for name, value in state.files.items() if name.startswith(prefixes)}
         there = {name for name in file_names(path) if name.startswith(prefixes) and name != STATE}
-        # a safetensors file that has no hash in state.json would also be loaded
+        # a safetensors file without a hash in state.json is an error, because it would also be loaded
         foreign = (name for name in there - expected.keys() if name.endswith(".safetensors"))
         names = sorted(expected)
         share = ranks.share(names) if shared else names[local_rank() :: local_processes()]
@@ -150,10 +151,10 @@ def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> 
 
 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether two chunks have a common element. Sweeps along the dim with the most distinct offsets."""
+    """Return whether two chunks have a common element. Sweeps along the dim with the most distinct offsets."""
     chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if len(chunks) < 2 or not chunks[0].sizes:
-        return len(chunks) > 1  # two chunks of one scalar
+        return len(chunks) > 1  # two chunks of one scalar overlap
     along = max(range(len(chunks[0].sizes)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     active: list[ChunkStorageMetadata] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):

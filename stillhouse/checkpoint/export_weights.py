@@ -38,7 +38,7 @@ def save_student(
     """Save the student, its tokenizer and the files of its media processor. If the student has an adapter, the
     adapter is saved instead of the full model.
 
-    student: the student, or this process's shard of it.
+    student: the student, or this process's shard of the student.
     resume: the folder of a checkpoint's tensors. It is read if the student has an adapter or is distributed.
     """
     if student.lora is not None:
@@ -58,8 +58,10 @@ def save_student(
 def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: int = FILE_BYTES) -> None:
     """Write a checkpoint's weights into the same files as transformers' `save_pretrained` for the full model.
 
-    part: this process's shard of the model. Host memory contains one file of at most `file_bytes` at a time. For a
-    family whose weights transformers converts when it saves them (stacked experts), it contains the full model.
+    Host memory contains one file of at most `file_bytes` at a time. If transformers converts the weights of a family
+    when it saves them (stacked experts), host memory contains the full model.
+
+    part: this process's shard of the model.
     """
     stored = stored_tensors(resume)
     dtype = stored[f"{WEIGHT}{part.embedding_name}"].properties.dtype
@@ -89,7 +91,7 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
     if any(converted.get(name) is not tensor for name, tensor in shapes.items()):
         model.save_pretrained(folder, state_dict=read(keys), max_shard_size=file_bytes)
         return
-    model.save_pretrained(folder, state_dict={})  # only the configuration
+    model.save_pretrained(folder, state_dict={})  # writes only the configuration
     write_weights(folder, converted, read, file_bytes, model.num_parameters())
 
 
@@ -104,6 +106,7 @@ def write_weights(
     """Write weights as transformers does, with one file in memory at a time.
 
     shapes: all weights as tensors on the meta device.
+    read: returns the weights with these names.
     parameters: the number of parameters that the index states. If it is None, the elements of `shapes` are counted.
     file: the name of the file if all weights fit into one file.
     """

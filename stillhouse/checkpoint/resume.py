@@ -54,7 +54,7 @@ _FREE = {
 #: groups of add-ons whose entries add keys to a section of the configuration, and the name of the section
 _KEYS_OF_ADD_ONS = {"stillhouse.environments": "rollout", "stillhouse.parts": "objective"}
 #: keys that earlier versions, or machines without an add-on, did not have. A run without such a key behaves as with
-#: the value here, so it can be resumed
+#: the key's value in this dict, so it can be resumed
 _ADDED: dict[str, Any] = {
     "data.chat_template": None,
     "data.image_pixels": None,
@@ -82,7 +82,8 @@ _ADDED: dict[str, Any] = {
 }
 
 
-#: the key in `RunIdentity.data` for the packing that determines the documents' order. Its value is "rows", or absent
+#: the key in `RunIdentity.data` for the packing that determines the documents' order. Its value is "rows". If the key
+#: is absent, the packing is "packed"
 ORDER = "packing"
 #: keys in `RunIdentity.models` of runs that generate completions, and their descriptions in errors. Their values are
 #: the end-of-sequence ids in words, and `text_fingerprint`. Earlier versions did not write these keys
@@ -90,11 +91,11 @@ COMPLETION_KEYS = {
     "end_ids": "the ids that end a completion (eos_token_id in generation_config.json, or the tokenizer's eos_token)",
     "text": "the text of ids and conversations (the decoder, the added tokens or the chat template of the tokenizer)",
 }
-#: the prefix of the keys in `RunIdentity.data` for processors of media; the key of the model's section follows. The
+#: the prefix of the keys in `RunIdentity.data` for processors of media, before the key of the model's section. The
 #: documents' hashes also depend on the processor; the separate key lets an error say that the processor has changed
 PROCESSOR = "processor/"
-#: the key in `RunIdentity.data` for the names of vectors that are stored with several dims. Weight decay leaves them
-#: out; earlier versions applied it to them
+#: the key in `RunIdentity.data` for the names of vectors that are stored with several dims. Weight decay does not
+#: apply to these vectors; earlier versions applied it to them
 DECAY = "weight decay"
 
 
@@ -117,22 +118,23 @@ def decisive_values(values: Mapping[str, Any]) -> dict[str, Any]:
     flat = {key: value for key, value in values.items() if key not in several}
     flat |= {f"{key}.{name}": value for key in several for name, value in values[key].items()}
     if flat.get("rollout", ...) is None:
-        del flat["rollout"]  # so that runs of versions without this section can be resumed
+        del flat["rollout"]  # runs of versions without this section can then be resumed
     free, decisive = tuple(f"{key}." for key in _FREE), dict[str, Any]()
     for key, value in flat.items():
-        single = re.sub(r"^teachers\.[^.]*\.", "teacher.", key)  # the rules for a single teacher apply
+        # a key of one of several teachers has the rules of the key of a single teacher
+        single = re.sub(r"^teachers\.[^.]*\.", "teacher.", key)
         if not f"{single}.".startswith(free) and _ADDED.get(single, ...) != value:
             decisive[key] = value
     return decisive
 
 
 def configuration_hash(values: Mapping[str, Any]) -> str:
-    """A sha256 of `decisive_values`."""
+    """Return the sha256 of `decisive_values`."""
     return json_hash(decisive_values(values))
 
 
 def candidates(folder: RunFolder, resume: str, values: Mapping[str, Any]) -> list[Path]:
-    """The checkpoints from which the run may resume, the preferred one first. For a new run, the list is empty.
+    """Return the checkpoints from which the run may resume, the preferred one first; an empty list for a new run.
 
     values: the configuration by dotted keys
     Raises ValueError if the folder contains another run or other files, or is not empty although `resume` is `never`.
@@ -157,15 +159,16 @@ def open_checkpoint(
     fallback: bool = False,
     base: str | None = None,
 ) -> IntactCheckpoint | None:
-    """Verify the checkpoint from which the run resumes; return None for a new run. A collective of all ranks.
+    """Verify and return the checkpoint from which the run resumes, or return None for a new run. A collective of all
+    ranks.
 
     paths: on rank 0, the result of `candidates` after the folder was locked; ignored on other ranks
     fallback: whether a damaged checkpoint is renamed and the previous one is used (`checkpoint.fallback`)
     base: the name of the base model of the student's adapter
 
     Raises DamagedCheckpointError if the checkpoint is damaged and no older one may be used. Raises ValueError if the
-    configuration, data, models or log have changed since this run wrote the checkpoint. For a checkpoint of another
-    run, these are not compared; if its adapter was trained on another base model, a warning is printed.
+    configuration, data, models or log have changed since this run wrote the checkpoint. A checkpoint of another run
+    is not compared with them; if its adapter was trained on another base model, a warning is printed.
     """
     paths = [Path(name) for name in ranks.from_first([str(path) for path in paths])]
     damaged: dict[Path, DamagedCheckpointError] = {}
@@ -219,9 +222,9 @@ def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentit
         )
     if (vectors := identity.data.get(DECAY)) != before.data.get(DECAY):
         raise ValueError(
-            f"train.weight_decay: {path} is of a version that applied weight decay to other weights with several "
-            f"dims (now to none of {vectors or 'the vectors'}): choose another folder as out, and name this "
-            "checkpoint as checkpoint.resume there, or with train.optimizer=muon its export as student.model"
+            f"train.weight_decay: {path} was written by a version that applied weight decay to other weights (this "
+            f"version does not apply it to {vectors or 'vectors'}): choose another folder as out, with this "
+            "checkpoint as checkpoint.resume or, if train.optimizer is muon, with its export as student.model"
         )
     processors, processors_before = (
         {name: digest for name, digest in data.items() if name.startswith(PROCESSOR)}
@@ -231,7 +234,7 @@ def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentit
     changed = sorted(dict(processors.items() ^ processors_before.items()))
     if changed and processors and processors_before:  # earlier versions did not write these keys
         sections = " and ".join(f"{name.removeprefix(PROCESSOR)}.model" for name in changed)
-        raise ValueError(f"{sections}: the files of its processor of {MEDIA} have changed {since} them, {or_else}")
+        raise ValueError(f"{sections}: the files of the processor of {MEDIA} have changed {since} them, {or_else}")
     documents = {name: digest for name, digest in identity.data.items() if name not in processors}
     if changed := [f"data.{split}" for split in _changed(before.data, documents)]:
         raise ValueError(f"{' and '.join(changed)}: the documents have changed {since} them, {or_else}")
@@ -242,7 +245,7 @@ def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentit
             values = f" from {was} to {now}" if max(len(str(was)), len(str(now))) < SHORT else ""
             raise ValueError(f"{words}: changed{values} {since} the files, {or_else}")
     if changed := _changed(before.models, models):
-        raise ValueError(f"{' and '.join(changed)}: its files have changed {since} them, {or_else}")
+        raise ValueError(f"{' and '.join(changed)}: the files have changed {since} them, {or_else}")
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -266,17 +269,19 @@ def _require_same_run(folder: Path, values: Mapping[str, Any]) -> None:
     for key in {**there, **here}:
         if there.get(key) != here.get(key):
             texts = [json.dumps(side.get(key)) for side in (there, here)]
-            different.append(key if max(map(len, texts)) > SHORT else f"{key} ({texts[0]} there, {texts[1]} here)")
+            different.append(
+                key if max(map(len, texts)) > SHORT else f"{key} ({texts[0]} in the folder, now {texts[1]})"
+            )
     if different:
         raise ValueError(
             f"out: {folder} contains another run, with a different {', '.join(different)}; choose another folder, "
-            "or use the same configuration to continue that run. To train on from its weights, set another out and "
-            "checkpoint.resume to one of its checkpoints"
+            "or use the same configuration to continue that run. To begin with its weights, choose another folder as "
+            "out, and set checkpoint.resume to one of its checkpoints"
         )
 
 
 def _with_items(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, with a separate key for each value inside a list of sections, such as data.train[1].weight."""
+    """Return the values, with a separate key for each value in a list of sections, such as data.train[1].weight."""
     items: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and "[" in key:
@@ -289,11 +294,11 @@ def _with_items(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
-    """The candidates if `checkpoint.resume` is a path.
+    """Return the checkpoints from which the run may resume if `checkpoint.resume` is `path`.
 
-    In a new run, this is only the checkpoint at `path`. If `path` is the run's newest checkpoint, or if the run
-    started from `path`, the run's checkpoints are returned. A run's state.json records the path of the checkpoint
-    from which the run started.
+    For a new run, this is only the checkpoint at `path`. If `path` is the run's newest checkpoint, or if the run
+    started from `path`, all checkpoints of the run are returned. state.json has the path of the checkpoint from which
+    the run started.
     """
     newest, start = next(iter(newest_first), None), None
     for readable in newest_first:
@@ -312,19 +317,19 @@ def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
     raise ConfigError(
         "checkpoint.resume",
         f"got {path}, but out already contains this run's own checkpoint {newest}; checkpoint.resume=auto continues "
-        "from that one, and a run with a new folder as out starts from the one that you named",
+        "from the run's own checkpoint, and a run with a new folder as out starts from the checkpoint that you named",
     )
 
 
 class _Writer(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    #: the most likely token after each of a few prompts, and its log-probability; `likeliest` is the key of the file
+    #: the most likely token after each of a few prompts, and its log-probability; the key in the file is `likeliest`
     top_tokens: list[tuple[int, float]] = Field(alias="likeliest")
 
 
 def require_same_writer(engine: RemoteEngine, folder: RunFolder) -> None:
-    """In a new run, save the servers' answers. In a resumed run, raise ValueError if the servers' weights differ."""
+    """In a new run, save the servers' answers. In a resumed run, raise ValueError if their weights have changed."""
     path, now = folder.path / WRITER, _Writer(likeliest=[*engine.weights.top_tokens])
     if not path.exists():
         _require_new_run(folder, path, "the servers have the same weights")
@@ -343,11 +348,15 @@ def require_same_writer(engine: RemoteEngine, folder: RunFolder) -> None:
 
 def _require_new_run(folder: RunFolder, path: Path, what: str) -> None:
     if any(folder.checkpoints.glob("step-*")):
-        raise ValueError(f"{path} is missing: whether {what} cannot be checked")
+        raise ValueError(
+            f"{path} is missing, so it cannot be checked whether {what}: restore it, or choose another folder as out"
+        )
 
 
 def require_same_teachers(stores: Mapping[str, SignalStore], folder: RunFolder, ranks: Ranks) -> None:
-    """Raise ValueError on all ranks if a served teacher no longer gives the answers of the run's beginning."""
+    """In a new run, save the answers of served teachers. In a resumed run, raise ValueError on all ranks if a served
+    teacher gives other answers.
+    """
     for section, store in stores.items():
         if store.proof is None:
             continue

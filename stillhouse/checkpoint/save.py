@@ -111,7 +111,7 @@ def save_checkpoint(
 
 def load_checkpoint(checkpoint: IntactCheckpoint, engine: Engine) -> Progress:
     """Load weights, averaged weights, optimizer state and random states, and return the checkpoint's progress. The
-    checkpoint may have any layout.
+    checkpoint may have been written under any layout.
 
     Raises ValueError if the checkpoint was saved from another model.
     """
@@ -120,7 +120,7 @@ def load_checkpoint(checkpoint: IntactCheckpoint, engine: Engine) -> Progress:
 
 
 class _Groups(BaseModel):
-    """The groups of the samples, and more values of each sample. Earlier versions did not write the last three."""
+    """The groups of the samples, and three lists with one value per sample, which earlier versions did not write."""
 
     model_config = ConfigDict(strict=True)
 
@@ -132,6 +132,7 @@ class _Groups(BaseModel):
 
 
 def write_queue(folder: Path, state: QueueState) -> None:
+    """Write the samples of a queue to rollouts.safetensors."""
     samples = state.samples
     arrays: dict[str, np.ndarray] = {
         name: np.concatenate([np.zeros(0, dtype), *map(values, samples)]).astype(dtype)
@@ -148,7 +149,7 @@ def write_queue(folder: Path, state: QueueState) -> None:
 
 
 def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
-    """Read the samples. Raises ValueError if the checkpoint has no rollouts.safetensors, or one of another format."""
+    """Read a checkpoint's samples. Raises ValueError if rollouts.safetensors is missing or has another format."""
     path = checkpoint.path / ROLLOUTS
     if ROLLOUTS not in checkpoint.state.files:
         raise DamagedCheckpointError(f"{checkpoint.path} has no {ROLLOUTS}: it is not of an on-policy run")
@@ -158,11 +159,11 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
     try:
         groups = _Groups.model_validate_json(metadata)
         if arrays.keys() != _ARRAYS.keys():
-            raise ValueError(f"the arrays {sorted(arrays)}: expected {sorted(_ARRAYS)}")
+            raise ValueError(f"got the arrays {sorted(arrays)}: expected {sorted(_ARRAYS)}")
         for name, (dtype, _) in _ARRAYS.items():
             if arrays[name].dtype != dtype or arrays[name].ndim != 1:
-                what = f"{name} of {arrays[name].dtype} with {arrays[name].ndim} dimensions"
-                raise ValueError(f"{what}: expected {dtype} with 1")
+                what = f"{name} has dtype {arrays[name].dtype} and {arrays[name].ndim} dimensions"
+                raise ValueError(f"{what}: expected {dtype} and 1 dimension")
         requested_at = dict(groups.asked_at)
         count, tokens = len(arrays["tokens_R"]), int(arrays["tokens_R"].sum())
         for name, array in arrays.items():
@@ -170,15 +171,15 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
             if len(array) != expected:
                 raise ValueError(f"{name} has {len(array)} values: expected {expected}, for {count} samples")
             if len(array) and array.max() > _LARGEST.get(name, math.inf):
-                raise ValueError(f"{name} with the value {array.max()}: expected 0 to {_LARGEST[name]}")
+                raise ValueError(f"{name} has the value {array.max()}: expected 0 to {_LARGEST[name]}")
         if count and arrays["tokens_R"].min() < 1:
-            raise ValueError("a sample without tokens")
+            raise ValueError("a sample has no tokens")
         if len(requested_at) != len(groups.asked_at):
-            raise ValueError("a group that was requested more than once")
+            raise ValueError("a group was requested more than once")
         added = {name: getattr(groups, name) for name in ("reward_parts", "tool_calls", "object_rewards")}
         for name, values in added.items():
             if values is not None and len(values) != count:
-                raise ValueError(f"{name} of {len(values)} samples: expected {count}")
+                raise ValueError(f"{name} has {len(values)} values: expected {count}")
         if any(errors > calls for calls, errors in groups.tool_calls or ()):
             raise ValueError(f"tool_calls {str(groups.tool_calls)[:80]}: expected at most as many errors as calls")
         ends = pairwise(offsets_of(arrays["tokens_R"]).tolist())
@@ -190,7 +191,10 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
 
 
 def _sample(arrays: Mapping[str, np.ndarray], number: int, tokens: slice, added: Mapping[str, Any]) -> Sample:
-    """added: the values of all samples for each further field, or None if an earlier version wrote the file."""
+    """Return sample `number`, whose tokens are at `tokens` in the arrays.
+
+    added: values of all samples by field; None for a field that the version that wrote the file did not have.
+    """
     ids_N, log_probs_N, versions_N = (arrays[name][tokens] for name in ("ids_N", "log_probs_N", "versions_N"))
     sample = Sample(
         int(arrays["number_R"][number]),
@@ -199,7 +203,7 @@ def _sample(arrays: Mapping[str, np.ndarray], number: int, tokens: slice, added:
         float(arrays["reward_R"][number]) if arrays["has_reward_R"][number] else None,
     )
     if (sample.is_generated_N != arrays["is_written_N"][tokens]).any():
-        problem = "has tokens with a version that no model wrote, or tokens of a model without one"
+        problem = "has generated tokens without a version of the weights, or other tokens with one"
         raise ValueError(f"sample {sample.number} {problem}")
     absent: dict[str, Any] = {"reward_parts": (), "tool_calls": (0, 0), "object_rewards": None}
     parts, (calls, errors), object_reward = (

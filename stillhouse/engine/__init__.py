@@ -1,1 +1,1 @@
-"""The engine: the whole loss of a step, its gradient, and the optimizer."""
+"""The engine, which computes the whole loss of a step and its gradient, and runs the optimizer."""

@@ -1,4 +1,4 @@
-"""A training engine. The loops, `check` and `parity` use it in the same way under every layout.
+"""The interface of training engines, which the loops, `check` and `parity` use in the same way under every layout.
 
     output = engine.forward_backward(micro_batches, signals, normalizer)     adds the step's gradient
     norm = engine.update(learning_rate, output)                              clips the gradient, steps the optimizer
@@ -44,8 +44,9 @@ class StepOutput:
     outputs: the objective's outputs for this process's micro-batches, with detached losses. It is empty on processes
         without the last pipeline stage, and on all tensor ranks except the first, because tensor ranks have the same
         tokens.
-    named: the metrics and losses of these micro-batches, as 0-D tensors that are added up by name.
-    total: a collective of all processes that returns `sums`, given the metric sums of this process.
+    named: names and values of this process's metrics and losses. A value is a 0-D tensor; values with the same name
+        are added up.
+    total: a collective of all processes. Its argument is the metric sums of this process; it returns `sums`.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class StepOutput:
     def sums(self) -> dict[str, float]:
         """Metric sums over all tokens of the step, the same on every process. The key of the loss is `loss`.
 
-        The first access is a collective of all processes. It waits for the device, unless `read` has done so.
+        The first access is a collective of all processes. The host waits for the device, unless `read` was called.
         """
         if self._values is None:
             self.read()
@@ -70,7 +71,9 @@ class StepOutput:
         return self._total(add_up([{name: value} for (name, _), value in pairs]))
 
     def read(self, *numbers: Tensor) -> list[float]:
-        """Return the values of 0-D tensors. `named` is read in the same copy, so the host waits only once."""
+        """Return the values of 0-D tensors. One copy to the host contains them and the values in `named`, so the host
+        waits for the device only once.
+        """
         tensors = [*numbers, *(value for _, value in self.named)]
         values: list[float] = torch.stack(tensors).tolist() if tensors else []
         self._values = values[len(numbers) :]
@@ -79,7 +82,10 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """elements: the number of elements in the weights and moments of all processes; each element counts once.
+    """Facts about the tensors that `Engine.save` has written.
+
+    elements: the number of elements in the weights, optimizer states and averages of all processes. An element that
+        several processes have counts once.
     without_moments: the names of the parameters without optimizer state, because they never had a gradient.
     """
 
@@ -90,9 +96,10 @@ class SavedTensors:
 class Engine(ABC):
     """Trains a student on micro-batches and the teachers' signals for them. The methods are collectives.
 
-    train: the optimizer's settings, and the norm above which the gradient is clipped. autocast: the dtype of matrix
-    products. If it is None, they have the weights' dtype. chunk_tokens, parts: see `StepLoss`. average: the moving
-    average of the student's weights, if a teacher needs it; `update` also updates the average.
+    train: the optimizer's settings, and the norm above which the gradient is clipped.
+    autocast: the dtype of matrix products, or None for the dtype of the weights.
+    chunk_tokens, parts: see `StepLoss`.
+    average: the moving average of the student's weights, or None if no teacher uses it. `update` also updates it.
     """
 
     optimizer: Any
@@ -118,7 +125,7 @@ class Engine(ABC):
         """Add the gradient of the micro-batches' losses to the student's gradient.
 
         signals: the signals of each micro-batch.
-        normalizer: the step's number of target tokens on all processes.
+        normalizer: the step's number of target tokens, summed over all processes.
         """
 
     @abstractmethod
@@ -126,7 +133,7 @@ class Engine(ABC):
         """Clip the gradient, apply it to the weights, then set every gradient to None.
 
         Returns the norm of the full gradient before clipping, the same on every process. Raises NotFiniteError on
-        every process if the gradient or the loss is not finite; no weight and no moment is changed then.
+        every process if the gradient or the loss is not finite; weights and moments then keep their values.
 
         output: the output of the step that added the gradient. If it is None, only the gradient is checked.
         """
@@ -134,23 +141,25 @@ class Engine(ABC):
     @property
     @abstractmethod
     def _state(self) -> Any:
-        """The weights, the optimizer's state and the random states as named tensors, such as `TorchState`."""
+        """An object, such as `TorchState`, that has the weights, the optimizer's state and the random states as named
+        tensors.
+        """
 
     def require_finite(self) -> None:
-        """Raise ValueError with a tensor's name on all ranks if the state for a checkpoint is not finite."""
+        """Raise ValueError on all ranks, with the name of a tensor, if the state to be saved is not finite."""
         names = sorted({name for names in self.student.ranks.gather(self._state.not_finite()) for name in names})
         if names:
             more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
             raise ValueError(
-                f"'{names[0]}'{more} not finite after the update, so no checkpoint of it is written. "
+                f"'{names[0]}'{more} not finite after the update, so no checkpoint of this step is written. "
                 "The last checkpoint is intact. The usual remedy is a run in another folder with a lower "
                 "train.learning_rate"
             )
 
     def bytes_to_save(self, *, all_moments: bool = False) -> int:
-        """Return the bytes of a checkpoint with the exported student.
+        """Return the size of a checkpoint in bytes, including its exported student.
 
-        all_moments: whether to count also the optimizer's state of trained weights that had no step yet.
+        all_moments: whether the optimizer's state of weights that were not yet updated is also counted.
         """
         size: int = self._state.bytes_to_write(all_moments=all_moments)
         return size
@@ -158,14 +167,17 @@ class Engine(ABC):
     def save(self, folder: Path) -> SavedTensors:
         """Write the weights, the optimizer's state and the random states to a folder that all processes share.
 
-        Call `require_finite` first: a run could not continue from state that is not finite.
+        Call `require_finite` first, because a run cannot continue from a state that is not finite.
         """
         state = self._state
         write_tensors(folder, state.tensors(), self.student.ranks)
         return SavedTensors(state.element_count(), state.parameters_without_moments())
 
     def load(self, folder: Path, without_moments: Sequence[str]) -> None:
-        """Restore a state that `save` wrote under any layout. Raises ValueError for the state of another model."""
+        """Restore a state that `save` wrote under any layout. Raises ValueError for the state of another model.
+
+        without_moments: the value in the `SavedTensors` of this state.
+        """
         self._state.read(folder, without_moments)
 
     @abstractmethod
@@ -181,8 +193,8 @@ class Engine(ABC):
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the full gradient of each parameter on this process, with its name in the full model. A collective of
-        the processes that share a sharded gradient.
+        """Yield the name in the full model and the unsharded gradient of each parameter on this process. A collective
+        of the processes that share a sharded gradient.
         """
 
     def evaluate(
@@ -194,12 +206,13 @@ class Engine(ABC):
     ) -> dict[str, float]:
         """Return metric sums over all held-out target tokens, the same on every process.
 
-        The metrics are the cross-entropy and, with signals, the forward KL or another `divergence`. They do not
-        depend on the engine's objective. Their temperature is 1, but the divergence from a sparse signal has the
-        signal's temperature. The losses of `LossPart.held_out` add more metrics.
+        The metrics are the cross-entropy and, with signals, the forward KL or another `divergence`. The engine's
+        objective has no effect, except for its shares of several teachers. The temperature is 1; the divergence from
+        a sparse signal has the signal's temperature. The losses of `LossPart.held_out` add more metrics.
 
         held_out: yields groups of micro-batches, each group with its signals.
-        with_teacher: also return the teacher's cross-entropy on the labels; the signals must be exact (`FullVocab`).
+        with_teacher: whether the teacher's cross-entropy on the labels is also returned. If it is true, the signals
+            must be exact (`FullVocab`).
         """
         outputs: list[ObjectiveOutput] = []
         parts = tuple(measured for part in self.parts if (measured := part.held_out()) is not None)
@@ -212,7 +225,7 @@ class Engine(ABC):
         return add_up(self.student.ranks.gather(sums))
 
     def _held_out_objective(self, signals: Sequence[Signals], divergence: Divergence) -> ObjectiveSpec:
-        # a micro-batch has no signal of a teacher that scores none of its documents
+        # over all micro-batches, because a micro-batch has no signal of a teacher that scores none of its documents
         named = {
             name: signal.signal if isinstance(signal, RoutedSignal) else signal
             for teacher_signals in signals
@@ -240,7 +253,8 @@ class Engine(ABC):
         """Run an output processor on each micro-batch, without gradients and in eval mode, and return its results.
         The list is empty on processes without results (see `StepOutput.outputs`).
 
-        processor: has `DistillTargets` as its context. parts: the MTP layers run only if `parts` has an `MtpLoss`.
+        processor: its argument `context` is a `DistillTargets`.
+        parts: the losses inside layers. The MTP layers run only if there is an `MtpLoss`.
         """
         with evaluating(*self.student.decoders):
             results = self.student.forward(self._inputs(micro_batches, signals, processor, parts))
@@ -251,7 +265,9 @@ class Engine(ABC):
         return self.objective.needs_teacher or any(part.needs_teacher for part in self.parts)
 
     def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> Self:
-        """Return this engine with other losses. Its parts of other types become their `LossPart.silent` versions."""
+        """Return a copy of this engine with other losses. Each of this engine's parts whose type is not in `parts` is
+        replaced by its `LossPart.silent` version, or removed if there is none.
+        """
         other = copy.copy(self)
         other.optimizer, other.objective = self.optimizer, objective
         others = [part for part in self.parts if type(part) not in {type(part) for part in parts}]
@@ -267,7 +283,7 @@ class Engine(ABC):
     def _step_output(
         self, outputs: Sequence[ObjectiveOutput], losses: Sequence[tuple[str, Tensor]], normalizer: float
     ) -> StepOutput:
-        """losses: the names and values of the losses inside layers."""
+        """Return this process's output of a step. losses: the names and values of the losses inside layers."""
         for output in outputs:
             output.loss.detach_()
         outputs = outputs if self.student.has_results else []
@@ -307,7 +323,7 @@ class Engine(ABC):
 
 
 def add_up(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Add up the metric sums of several processes or evaluations. `CHUNK_TOKENS` becomes the largest value."""
+    """Add up the metric sums of several processes or evaluations. For `CHUNK_TOKENS`, take the largest value."""
     total: dict[str, float] = {}
     for name, value in (pair for named in sums for pair in named.items()):
         both = (total.get(name, 0.0), value)

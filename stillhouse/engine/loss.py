@@ -1,4 +1,4 @@
-"""The loss of an optimizer step: an output processor that the student's head calls on the last pipeline stage.
+"""The loss of an optimizer step. It is an output processor, which the student calls on the last pipeline stage.
 
     loss = StepLoss(parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)"), normalizer=tokens_of_the_step)
     decoder(input_ids, processor=loss, context=DistillTargets(labels, signals={TEACHER: teacher.signal(input_ids)}))
@@ -39,14 +39,14 @@ class StepLoss:
 
     normalizer: the number of target tokens of the step, by which the sums over tokens are divided.
     chunk_tokens: the number of rows of a logits tile. If it is None, a memory budget determines the number.
-    parts: the losses beside the objective (`engine/losses`).
+    parts: the losses that are added to the objective (`engine/losses`).
     with_teacher_cross_entropy: whether to report `teacher_cross_entropy`, the teacher's cross-entropy on the labels.
         The signal must be exact (`FullVocab`).
 
-    The output has these metrics beside the objective's metrics: `weights` is the sum of the rows' weights; the sums
-    of entropies and of agreement are divided by it. Each teacher with a routed signal, and each origin of an
-    objective by origin, has `weights/<name>`, the same sum over its own rows, and `tokens/<name>`, the number of
-    these rows. At MTP depths, `objective.at_mtp_depths()` replaces an objective that needs rollouts.
+    The output has the objective's metrics and more. `weights` is the sum of the rows' weights, by which the sums of
+    entropies and of agreement are divided. Each teacher with a routed signal, and each origin in
+    `objective.by_origin`, has `weights/<name>`, the sum of the weights of its own rows, and `tokens/<name>`, the
+    number of these rows. At MTP depths, `objective.at_mtp_depths()` replaces an objective that needs rollouts.
     """
 
     objective: ObjectiveSpec
@@ -65,7 +65,10 @@ class StepLoss:
     def __call__(
         self, *, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0
     ) -> ObjectiveOutput:
-        """hidden_states: [B, S, D]; with multi-token prediction, a tuple of the hidden states of depths 0, 1, …."""
+        """Return the loss, the metrics and the values per token of a micro-batch, or of one MTP depth of it.
+
+        hidden_states: [B, S, D]; with multi-token prediction, a tuple of the hidden states of depths 0, 1, ….
+        """
         hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         hidden_TD, targets = hidden_by_depth[0].flatten(0, -2), context.at(depth)
         options: dict[str, Any] = {"weights_T": targets.weights_T, "normalizer": self.normalizer}
@@ -103,7 +106,10 @@ class StepLoss:
         valid_index: Tensor | None,
         depth: int = 0,
     ) -> list[Term]:
-        """valid_index: the rows that the terms must cover, or None for the rows with a non-zero weight."""
+        """Return the objective's terms.
+
+        valid_index: the rows that the terms must cover, or None for all rows with a non-zero weight.
+        """
         objective, per_token = self.objective, targets.per_token
         if depth:
             # tokens are sampled only from depth 0; the other depths need only the mask of sampled tokens

@@ -1,7 +1,7 @@
 """The step of an optimizer, its groups of parameters, and its state as plain tensors.
 
-The module that owns a parameter decides whether the parameter is a matrix (`weight_kinds`). The number of dims is not
-enough, because the biases of stacked experts and the A of a state-space layer also have two dims.
+The name of a parameter and the class of its module decide whether the parameter is a matrix (`weight_kinds`). The
+biases of stacked experts and the A of a state-space layer also have two dims, so the number of dims is not enough.
 """
 
 import re
@@ -27,9 +27,10 @@ from stillhouse.registry import load, load_all
 _KEY = "train.optimizer"
 
 WeightKind = Literal["matrix", "table", "vector"]
-#: transformers' names of matrices. The matrices of routers, experts and latent projections are in no `nn.Linear`
+#: the names of matrices in transformers. `nn.Linear` is not enough: the matrices of routers, experts and latent
+#: projections are parameters of other modules
 _MATRIX = re.compile(r"weight|(\w+_)?(proj|projection|gate)(_weight)?|(hc_)?fn")
-#: the names of classes whose parameters are vectors, and the names of other vectors, alone or in a stack
+#: the names of classes whose parameters are vectors, and the names of other parameters that are (stacks of) vectors
 _NORM = re.compile(r"\w*Norm(Gated|\dd)?")
 _VECTOR = re.compile(r"(\w+_)?(bias|ape|A_log|D|scale)")
 
@@ -49,18 +50,21 @@ def require_optimizer(train: TrainConfig, layout: Layout) -> None:
 
 
 def weight_kinds(models: Iterable[nn.Module]) -> dict[nn.Parameter, WeightKind]:
-    """Return the kind of each parameter, by the module that owns it and by its name there.
+    """Return the kind of each parameter, which the class of its module and its name in the module determine.
 
     matrix: the matrix of a linear map, or a stack of such matrices (experts, heads). The last two dims are rows and
-    columns. vector: norms, biases, and the A of a state-space layer, alone or in a stack. table: embeddings, output
-    heads, kernels of convolutions, and weights with unknown names, such as DBRX's experts, which are concatenated
-    along the rows of one tensor. Weight decay applies to matrices and tables, Muon to matrices.
+        columns.
+    vector: norms, biases, and the A of a state-space layer; also a stack of vectors.
+    table: embeddings, output heads, kernels of convolutions, and weights with unknown names, such as DBRX's experts,
+        which are concatenated along the rows of one tensor.
+
+    Weight decay applies to matrices and tables, Muon to matrices.
     """
     models = list(models)
     kinds: dict[nn.Parameter, WeightKind] = {}
     for module in (module for model in models for module in model.modules()):
         for name, parameter in module.named_parameters(recurse=False):
-            if kinds.get(parameter) != "table":  # a tied head has the embedding's weight
+            if kinds.get(parameter) != "table":  # a tied head has the embedding's weight, which is a table
                 kinds[parameter] = _kind(module, name, parameter)
     heads = [model.output_weight for model in models if isinstance(model, Decoder) and model.has_head]
     return kinds | {weight: "table" for weight in heads if isinstance(weight, nn.Parameter)}
@@ -93,7 +97,7 @@ def make_optimizer(models: Iterable[nn.Module], train: TrainConfig) -> torch.opt
 
 
 class KnownState(torch.optim.Optimizer):
-    """An optimizer that can make its state before the first step. A checkpoint is read into this state."""
+    """An optimizer that can create its state before the first step. A checkpoint is read into this state."""
 
     @abstractmethod
     def empty_state(self, parameter: Tensor) -> dict[str, Any]:
@@ -104,7 +108,8 @@ class ShardedMuon(KnownState):
     """torch's Muon with Nesterov momentum, also for sharded matrices and for each matrix of a stack.
 
     The momentum is sharded like the matrix, but a shard of the orthogonalized momentum depends on the full momentum.
-    So each process gathers one matrix or stack at a time, unless the stack is sharded only between its matrices.
+    So each process gathers one matrix or stack at a time. This is not necessary for a stack that is sharded only
+    along its first dims, because each process then has whole matrices.
     """
 
     def __init__(self, matrices: Sequence[nn.Parameter], lr: float, weight_decay: float, momentum: float):
@@ -133,7 +138,7 @@ class ShardedMuon(KnownState):
 
 
 class CombinedOptimizer(KnownState):
-    """Several optimizers of different parameters as one, with a common state and list of groups."""
+    """Combines optimizers of different parameters into one optimizer, with one state and one list of groups."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -151,11 +156,11 @@ class CombinedOptimizer(KnownState):
 
 
 def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's kernel itself skips a step if a flag on the device is 1 (see `make_step`).
+    """Return whether the optimizer's kernel itself skips a step if a flag on the device is 1 (see `make_step`).
 
-    If so, the host reads the gradient's norm after the step, together with the metrics, and so waits only once.
-    Otherwise the host must read the norm before the step, because a step with an infinite or NaN gradient could not
-    be undone.
+    If it does, the host reads the gradient's norm after the step, together with the metrics, and so waits only once.
+    If it does not, the host must read the norm before the step, because a step with an infinite or NaN gradient
+    could not be undone.
     """
     return type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
 
@@ -172,11 +177,11 @@ def make_step(optimizer: torch.optim.Optimizer, rate: float, skipped: Tensor | N
         else:
             group["lr"] = rate
     if skipped is not None:
-        optimizer.found_inf = skipped  # type: ignore[attr-defined]  # torch.amp.GradScaler sets it, too
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]  # torch.amp.GradScaler also sets `found_inf`
     try:
         optimizer.step()
     except torch._dynamo.exc.TorchDynamoException as error:
-        needed = f"torch.compile, which the step of torchao's adamw_8bit needs, fails here ({first_line(error)})"
+        needed = f"torch.compile, which torchao's adamw_8bit needs, fails on this machine ({first_line(error)})"
         fix = "expected adamw, or a C++ compiler that torch finds and, on a GPU, Triton"
         raise ConfigError(_KEY, f"{needed}: {fix}") from error
 

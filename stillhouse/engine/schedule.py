@@ -1,6 +1,7 @@
-"""The number of steps, and each step's sequences and learning rate.
+"""Computes the number of steps, and the sequences and the learning rate of each step.
 
-They depend only on the step's number, so a resumed run needs no saved state of a sampler or a scheduler.
+Only the configuration, the data and the step's number determine them, so a resumed run needs no saved state of a
+sampler or a scheduler.
 """
 
 import math
@@ -50,8 +51,8 @@ def make_step_schedule(
 
 
 def micro_batch_capacity(train: TrainConfig, max_tokens: int, data_ranks: int = 1, stages: int = 1) -> int:
-    """Return the maximum number of tokens of a packed sequence that is one micro-batch. A data rank should get at
-    least as many micro-batches per step as the pipeline has stages.
+    """Return the maximum number of tokens of a micro-batch that consists of one packed sequence. It is at least
+    `max_tokens`, and otherwise small enough that a data rank gets a micro-batch per step for each pipeline stage.
     """
     return max(max_tokens, min(train.micro_batch_tokens, train.tokens_per_step // (data_ranks * stages)))
 
@@ -60,7 +61,8 @@ def make_on_policy_schedule(
     train: TrainConfig, rollout: RolloutConfig, sources: Sequence[PromptSource], max_tokens: int, seed: int
 ) -> tuple[StepSchedule, PromptPlan]:
     """Return the step schedule and the prompt plan. In the schedule, a sequence is one sampled completion.
-    `StepPacker` forms the micro-batches. An epoch generates completions for as many prompts as all sources have.
+    `StepPacker` forms the micro-batches. In an epoch, completions are generated for as many prompts as the sources
+    have in total.
     """
     weights = sum(source.weight for source in sources)
     samples = round(sum(source.weight * source.samples_per_prompt for source in sources) / weights, 6)

@@ -3,7 +3,7 @@
     student.<parameter>                   a weight or a buffer
     optimizer.state.<parameter>.<moment>  the optimizer's state, such as a moment of AdamW
     average.<parameter>                   the exponential moving average of a trained weight, if the run has one
-    random.<device>.<rank>                a random generator's state; a run of one process has no rank here
+    random.<device>.<rank>                a random generator's state; the name has no rank in a run of one process
 
 The files have the safetensors format of PyTorch's distributed checkpoints (DCP).
 """
@@ -52,7 +52,7 @@ def without_distributed_warning() -> Iterator[None]:
 
 
 def read_full(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Read tensors, unsharded, into host memory."""
+    """Read unsharded tensors by name from a folder of safetensors files into host memory."""
     stored = stored_tensors(folder)
     tensors = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
     read_in_place(folder, tensors)
@@ -62,11 +62,13 @@ def read_full(folder: Path, names: Iterable[str]) -> dict[str, Any]:
 def require_fit(
     path: Path, stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Any], is_complete: bool
 ) -> None:
-    """Raise ValueError with the name of the first tensor of the checkpoint that does not fit the student.
+    """Raise ValueError with a tensor's name if the tensors of a checkpoint do not fit the student.
 
-    DCP's own check ignores superfluous tensors, and its error is not an `Exception`. wanted: the tensors that this
-    process will load. is_complete: this process has the full student, so a stored tensor that is not in `wanted` is
-    also an error. A run without an average ignores the checkpoint's average.
+    DCP's own check ignores superfluous tensors, and its error is not an `Exception`. A run without an average ignores
+    the checkpoint's average.
+
+    path: the checkpoint. stored: its tensors. wanted: the tensors that this process will load.
+    is_complete: whether this process has the full student, so that a stored tensor that is not wanted is an error.
     """
     shapes = {name: tuple(entry.size) for name, entry in stored.items()}
     expected = {name: tuple(value.shape) for name, value in wanted.items()}
@@ -77,17 +79,17 @@ def require_fit(
         if there == here or not name.startswith(kinds):
             continue
         remedy = (
-            "expected the same student, and the same train.optimizer, that wrote the checkpoint; a loss inside "
-            "layers has weights for the layers in the section objective"
+            "expected the student, the train.optimizer and the section objective of the run that wrote the "
+            "checkpoint (some losses in objective have trained weights of their own)"
         )
-        # whether both states are Muon's, but only one of them has Muon's moment of this weight
+        # whether the checkpoint and the run both use Muon, but only one of them uses it for this weight
         muons = f"{name.rpartition('.')[0]}{MUONS}"
         both = any(other.endswith(MUONS) and other in expected for other in shapes)
         if name.startswith(MOMENT) and both and (muons in shapes) != (muons in expected):
             remedy = (
-                "Muon changed other weights in the version that wrote the checkpoint, which treated all weights with "
-                "two dims as matrices (now biases of experts and norms of heads are not matrices); "
-                f"begin a new run with its weights: stillhouse export {path} --out FOLDER, then student.model=FOLDER"
+                "the version that wrote the checkpoint applied Muon to all weights with two dims, and this version "
+                "does not apply it to biases of experts and norms of heads; begin a new run with the checkpoint's "
+                f"weights: stillhouse export {path} --out FOLDER, then student.model=FOLDER"
             )
         difference = f"'{name}' is {there} in the checkpoint and {here} in the run"
         raise ValueError(f"{path} does not fit this student: {difference}; {remedy}")

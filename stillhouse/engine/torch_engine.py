@@ -102,14 +102,14 @@ class TorchState:
     average: WeightAverage | None = None
 
     def read(self, folder: Path, without_moments: Sequence[str]) -> None:
-        """See `Engine.load`. without_moments: the parameters without moments in the folder."""
+        """Read the state from a folder in place. without_moments: the parameters without moments in the folder."""
         stored = stored_tensors(folder)
         self.optimizer.state.clear()
         for name, parameter in self._trained().items():
             if name not in without_moments:  # DCP reads into these zeros
                 self.optimizer.state[parameter] = empty_state(self.optimizer, parameter)
         updated = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
-        assert self.optimizer.state.keys() <= updated, "an optimizer of weights that FSDP gathered, not of shards"
+        assert self.optimizer.state.keys() <= updated, "the optimizer has weights that FSDP gathered, not shards"
         wanted = self.student_weights() | self._moments() | self._averages()
         require_fit(folder.parent, stored, wanted, is_complete=self.runner.layout.stages == 1)
         # a random state is absent if the checkpoint was written on another type of device, or by fewer ranks
@@ -122,9 +122,10 @@ class TorchState:
         return self.student_weights() | self._random_states() | self._averages() | self._moments()
 
     def student_weights(self) -> dict[str, Any]:
-        """Return this rank's parameters and buffers of the student. A tied head has the embedding's name. If the
-        student has an adapter, the result has no frozen parameters, because the base model's files have them. It also
-        has no scales of quantized parameters; the name of a scale begins with the name of its weight.
+        """Return this rank's parameters and buffers of the student. A tied head has the embedding's name.
+
+        If the student has an adapter, frozen parameters and the scales of quantized ones are omitted, because the
+        base model's files have them. The name of a scale begins with the name of its weight.
         """
         weights: dict[str, Any] = {}
         for student in self.runner.decoders:
@@ -136,18 +137,20 @@ class TorchState:
         return weights
 
     def bytes_to_write(self, *, all_moments: bool = False) -> int:
-        """See `Engine.bytes_to_save`: all tensors, and the student's weights again for the folder `student`."""
+        """Return the bytes of all tensors, plus the student's weights a second time for the folder `student` (see
+        `Engine.bytes_to_save`).
+        """
         size = 0.0
         for name, value in self.tensors().items():
             size += self._share_of(value) * value.element_size() * (2 if name.startswith(WEIGHT) else 1)
         for parameter in self._trained().values() if all_moments else ():
-            if parameter not in self.optimizer.state:  # one at a time, because all of them may not fit yet
+            if parameter not in self.optimizer.state:  # one at a time, because memory may be too small for all
                 moments = state_tensors(empty_state(self.optimizer, parameter)).values()
                 size += sum(self._share_of(value) * value.element_size() for value in moments)
         return round(sum(self.runner.ranks.gather(size)))
 
     def element_count(self) -> int:
-        """Return the number of elements in the weights and moments of all ranks; copies count once."""
+        """Return the number of elements in the weights, moments and averages of all ranks; copies count once."""
         runner, tensors = self.runner, self.tensors()
         names = {name for name in tensors if not name.startswith(RANDOM)}
         if runner.pipeline is not None and runner.pipeline.embedding_copy is not None and 0 not in runner.pairs:
@@ -219,7 +222,7 @@ class TorchState:
         return [name for name, value in tensors if value.is_floating_point() and not local(value).isfinite().all()]
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """Return this rank's trained parameters by their names in a checkpoint. A tied weight is its first copy."""
+        """Return this rank's trained parameters by their names in a checkpoint; for a tied weight, its first copy."""
         parameters: dict[str, nn.Parameter] = {}
         for name, parameter in self.runner.named_parameters():
             if parameter.requires_grad:

@@ -5,8 +5,8 @@ rounding errors differ, because a compiled function keeps intermediate results i
 Rounding can change the experts of single tokens, so errors are medians over tokens and over parameters.
 
 A plan of tensor parallelism can be wrong for a model: a function between two sharded matrices may need a mean over
-all columns, of which a rank has only some. The hidden states are then equal on all ranks, but wrong. Therefore a full
-copy of every layer, with weights gathered from the ranks, runs once on the same inputs, one layer at a time.
+all columns, of which a rank has only some. The hidden states are then equal on all ranks, but wrong. Therefore each
+layer is compared with a full copy, which has weights gathered from the ranks and runs on the same inputs.
 
 Backward passes find the parameters whose gradients have to be summed over the tensor ranks. Each rank has a full copy
 of every parameter that the plan does not name. If the parameter is applied to the replicated hidden states, its
@@ -48,12 +48,13 @@ from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.teacher_student_pair import StageInputs
 
-#: the largest allowed error of a layer's update (output − input), relative to the update. Sharded and full layer sum
-#: in different orders, and in half precision also in different dtypes.
+#: the largest allowed error of a layer's update (output − input), relative to the update. The sharded and the full
+#: layer sum in different orders, and in half precision also in different dtypes
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-#: relative differences between the ranks' gradients: below `_EQUAL` rounding, above `_PARTIAL` partial gradients
+#: relative differences between the ranks' gradients. Up to `_EQUAL`, they are rounding errors; from `_PARTIAL`, they
+#: show that the gradients are partial
 _EQUAL, _PARTIAL = 1e-2, 5e-2
-#: number of backward passes with different labels, because gradients of one pass can be nearly equal by chance
+#: the number of backward passes with different labels. With one pass, gradients could be nearly equal by chance
 _ROUNDS = 3
 #: prefix of the names of hidden states, before the name of the module that returns them
 _HIDDEN = "hidden states behind "
@@ -79,8 +80,8 @@ def prove_compiled(runner: Runner, subject: Subject, inputs: StageInputs, precis
     if (new_breaks := counters["graph_break"] - breaks) and runner.ranks.is_first:
         reasons = name_list(reason.partition("\n")[0] for reason in new_breaks)
         warnings.warn(
-            f"train.compile: {new_breaks.total()} breaks in the graphs of the compiled layers, which run plain torch "
-            f"there: {reasons}",
+            f"train.compile: {new_breaks.total()} breaks in the graphs of the compiled layers; the operations at the "
+            f"breaks run uncompiled: {reasons}",
             stacklevel=2,
         )
     for name, error in errors:
@@ -118,7 +119,7 @@ def _gradient_error(runner: Runner, micro_batches: Sequence[StageInputs]) -> Ten
     training = True
     with layers_not_compiled():
         expected, is_random = gradients(training=True)
-        if is_random:  # dropout: the compiled layers would use other random numbers
+        if is_random:  # with dropout, the compiled layers would use other random numbers
             training = False
             expected, _ = gradients(training=False)
     compiled, _ = gradients(training=training)
@@ -126,7 +127,7 @@ def _gradient_error(runner: Runner, micro_batches: Sequence[StageInputs]) -> Ten
         return torch.tensor(math.inf)
     pairs = ((compiled[name].float(), gradient.float()) for name, gradient in expected.items() if gradient.numel())
     errors = [(gradient - plain).norm() / plain.norm() for gradient, plain in pairs]
-    # the gradient of a parameter may be 0
+    # a parameter with a gradient of 0 has the error NaN, which nanmedian ignores
     return torch.stack(errors).nanmedian() if errors else torch.zeros(())
 
 
@@ -162,10 +163,10 @@ def layers_compared(
         name = names[layer]
         expected = functional_call(unsharded.get_submodule(name), tensors, arguments, shadow_options)
         error_T = _allowed_errors(hidden_of(output), hidden_of(expected), input_BSD, precision or input_BSD.dtype)
-        # the median for layers with experts, because rounding can change a token's experts and cause a large error
+        # the median if the layer has experts, because rounding can change a token's experts and cause a large error
         has_experts = any(is_of_experts(key) for key in tensors)
         error = error_T.quantile(0.5 if has_experts else 0.95)
-        errors[name] = torch.maximum(error, errors.get(name, error))  # NaN stays NaN
+        errors[name] = torch.maximum(error, errors.get(name, error))  # torch.maximum keeps NaN
 
     with hooked(*(layer.register_forward_hook(compare_layer, with_kwargs=True) for layer in decoder.layers())):
         yield errors
@@ -179,7 +180,7 @@ def require_equal_layers(decoder: Decoder, errors: Mapping[str, Tensor]) -> None
             1.0,
             f"{typename(decoder.pretrained)} under tensor parallelism: the results of '{name}' differ from those of "
             "the full layer, because a function between two matrices reads all columns, and a rank has only some: "
-            "expected tensor=1",
+            "expected parallel.tensor=1",
         )
 
 
@@ -222,8 +223,8 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
     differing = {name: math.sqrt(total[f"{name} difference"] / total[name]) for name in list(total) if total[name]}
     parts = [(name, copy) for name, copy in _copies(runner) if differing.get(plan_name(name), 0.0) > _EQUAL]
     problems = [
-        f"the gradients of the {name} differ by {difference:.1%} between ranks: a matrix that its plan does not name "
-        "is used between the sharded ones: expected tensor=1"
+        f"the gradients of the {name} differ by {difference:.1%} between ranks: a matrix that the model's plan does "
+        "not name is used between the sharded matrices: expected parallel.tensor=1"
         for name, difference in differing.items()
         if name.startswith(_HIDDEN) and difference > _EQUAL
     ]
@@ -267,8 +268,8 @@ def _axes(parameter: nn.Parameter) -> Iterable[tuple[str, Any]]:
 
 
 def _add_squares(squares: defaultdict[str, float], runner: Runner, hidden: Mapping[str, Tensor]) -> None:
-    """Add the sums of squares of this process's gradients by generic name, and with the suffix " difference" those of
-    the gradients' differences from their mean over the tensor ranks. A collective of the tensor ranks.
+    """Add to `squares`, by `plan_name`, the sum of squares of each gradient on this process and, with the suffix
+    " difference", that of its difference from the mean over the tensor ranks. A collective of the tensor ranks.
     """
     reduce_partial_grads(parameter for _, parameter in runner.named_parameters())
     copies = [(plan_name(name), local(parameter.grad)) for name, parameter in _copies(runner)]
@@ -290,18 +291,20 @@ def _add_squares(squares: defaultdict[str, float], runner: Runner, hidden: Mappi
 def _problem(
     runner: Runner, name: str, parameter: nn.Parameter, difference: float, runs: Counter[nn.Module], count: int
 ) -> str:
-    """Return why a parameter's gradients cannot be summed, or "". runs: each module's runs in `count` passes."""
+    """Return why a parameter's gradients cannot be summed, or "". runs: each module's number of runs in all `count`
+    forward passes.
+    """
     if difference < _PARTIAL:
         return f"the gradients of '{name}' differ by {difference:.1%} between ranks, but should be equal"
     if any(axis == "tensor" for axis, _ in _axes(parameter)):
-        return f"its ranks have different gradients of '{name}', which its plan replicates: expected tensor=1"
+        return f"ranks have different gradients of '{name}', which the plan replicates: expected parallel.tensor=1"
     owner = name.rpartition(".")[0]
     owners = [module for part in runner.decoders for path, module in part.named_modules() if path == owner]
     times = sum(runs[module] for module in owners)
     if times != count:
         return (
-            f"its ranks have different gradients of '{name}', whose module runs {times / count:g} times in a forward "
-            "pass, so that they cannot be summed: expected tensor=1"
+            f"ranks have different gradients of '{name}', whose module runs {times / count:g} times in a forward "
+            "pass, so that the gradients cannot be summed: expected parallel.tensor=1"
         )
     return ""
 

@@ -3,7 +3,7 @@
 `models/load_proof.py` describes the proof of one model. Under tensor parallelism, each layer is also compared with
 its full copy, and backward passes show which gradients have to be summed (`layers.py`).
 
-B rows, S columns of the global sequences, D and E widths of student and teacher.
+B rows and S columns of the global sequences, D width of the student, E width of the teacher.
 """
 
 import math
@@ -40,14 +40,14 @@ from stillhouse.proofs import layers
 
 
 class _Side(NamedTuple):
-    """Student or teacher: its parts on this rank, its name, and the signals with which the runner runs it."""
+    """The student or the teacher: its decoders on this rank, its name, and the signals with which it is run."""
 
     decoders: Sequence[Decoder]
     name: str
     signals: Signals
 
     def refuse(self, error: PackingError) -> None:
-        """Pack documents in the next way."""
+        """Let the decoders pack documents in the next way, because the error refuses the present way."""
         for decoder in self.decoders:
             decoder.packing.refuse(error)
 
@@ -55,7 +55,8 @@ class _Side(NamedTuple):
 def build_proven_runner(
     layout: Layout, mesh: Mesh, student: ModelSource, teacher: ModelSource | None, *, teacher_head_only: bool = False
 ) -> Runner:
-    """Build this process's runner (`build_runner`). Prove its models, and that `without_noise` removed the noise.
+    """Build this process's runner (`build_runner`), and prove its models. If `student.without_noise` is true, also
+    prove that the student has no noise in train mode.
 
     Raises ValueError for a model that does not fit the layout. Raises ProofError, on all processes, for a model that
     gives wrong results. A collective of all processes.
@@ -74,7 +75,9 @@ def build_proven_runner(
 
 
 def needs_proof(layout: Layout, mesh: Mesh, *sources: ModelSource | None) -> bool:
-    """Whether models have to be proven under a layout. In one process with the same layers, one proof is enough."""
+    """Return whether models have to be proven under a layout. Models that were proven after loading need no second
+    proof in one process under a layout that does not change the results.
+    """
     models = [source for source in sources if source is not None]
     return all(source.has_values for source in models) and (
         mesh.ranks.size > 1 or layout.changes_results or not all(source.is_proven for source in models)
@@ -92,12 +95,12 @@ def prove_runner(
     names = student.name, "teacher" if teacher is None else teacher.name
     modes = (False, True) if runner.decoders[0].training else (False,)
     while not all(_prove_passes(runner, names, mode, teacher_in_stages=teacher_in_stages) for mode in modes):
-        pass  # a model now packs documents in its next way
+        pass  # a model that failed now packs documents in its next way, and the proofs run again
     for pair in runner.pairs.values():
         for decoder, name in zip((pair.student, pair.teacher), names, strict=True):
             with _raised(runner, name):
                 if decoder is not None and decoder.has_head:
-                    # both results use the same layers, so plain layers are enough
+                    # the two logits that are compared use the same layers, so plain layers are enough
                     with layers_not_compiled(), evaluating(decoder), autocast(runner.device, probe_precision(runner)):
                         prove_logits(decoder, _logit_inputs(runner, decoder))
     _reshard(runner)
@@ -133,7 +136,7 @@ def prove_heads(mesh: Mesh, decoders: Mapping[str, Decoder]) -> None:
 
 
 def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, teacher_in_stages: bool) -> bool:
-    """Prove that hidden states of student and teacher depend on the right tokens only. names: the names of both.
+    """Prove that hidden states depend on the right tokens only. names: the names of student and teacher.
 
     Returns False if documents that a model packs in its present way influence each other, or if the model does not
     accept masks or lengths. The model then packs documents in its next way.
@@ -165,7 +168,7 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
 
 
 def _require_same_packing(runner: Runner, sides: Sequence[_Side]) -> None:
-    """Raise ValueError on all ranks if they pack documents in different ways and would run different collectives."""
+    """Raise ValueError on all ranks if they pack documents in different ways, and so use different collectives."""
     packings = [side.decoders[0].packing for side in sides]
     names = [
         f"{packing.name} with variable-length attention" if packing.attention.reads_lengths else packing.name
@@ -187,8 +190,8 @@ def _run_passes(
 ) -> tuple["ProbeForward", Sequence[tuple[Tensor, Tensor]]] | None:
     """Return the `ProbeForward` of all sides and their hidden states; None if a model refuses masks or lengths.
 
-    With the signals of the last side, the student runs, too. A student with masks or lengths also runs alone before,
-    so that an error can be assigned to its model.
+    The pass with the signals of the last side runs all sides. If the student gets masks or lengths, it runs alone
+    before this pass, so that an error can be assigned to student or teacher.
     """
     passes = None
     for side in sides:
@@ -269,7 +272,7 @@ class ProbeForward(Subject):
 
 
 def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> list[Tensor]:
-    """An output processor that returns the hidden states of the student by depth, and of the teacher if it ran."""
+    """Return the student's hidden states by depth, then the teacher's if it ran. This is an output processor."""
     hidden = [*hidden_states] if isinstance(hidden_states, tuple) else [hidden_states]
     for signal in context.signals.values():
         with signal.opened(head) as opened:
@@ -279,8 +282,8 @@ def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, de
 
 
 def probe_precision(runner: Runner) -> torch.dtype | None:
-    """Return the student's autocast dtype in its proof: the layout's dtype if the layers run other operations than
-    the loaded model or their weights are gathered in another dtype; otherwise the dtype that the model needs.
+    """Return the autocast dtype of the proofs: the layout's autocast dtype if the layout changes the results of the
+    layers; otherwise the dtype in which weights are gathered or, without one, the dtype that the model needs.
     """
     layout = runner.layout
     dtype = layout.autocast if layout.changes_results else None
@@ -288,7 +291,7 @@ def probe_precision(runner: Runner) -> torch.dtype | None:
 
 
 def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> MicroBatch:
-    """Return this process's columns of these documents, as a micro-batch without targets."""
+    """Return this process's columns of global sequences, as a micro-batch without targets."""
     count = ids_BS.numel()
     micro_batch = MicroBatch(
         inputs={"input_ids": ids_BS.cpu(), "position_ids": position_ids_BS.cpu()},
@@ -303,10 +306,10 @@ def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> Mic
 def _logit_inputs(runner: Runner, decoder: Decoder) -> dict[str, Any]:
     probe = ProbeDocuments.of(decoder.vocabulary_rows, multiple=runner.layout.degrees.context)
     ids_BS = probe.ids_BS[:1]
-    micro_batch = _micro_batch(runner, ids_BS, torch.arange(ids_BS.shape[1])[None])  # one document
+    micro_batch = _micro_batch(runner, ids_BS, torch.arange(ids_BS.shape[1])[None])  # the columns are one document
     if getattr(input_embedding(decoder.pretrained), "weight", None) is None:
         return _embedded(decoder, micro_batch.position_ids_BS)
-    if runner.layout.degrees.context == 1:  # some models take no position ids
+    if runner.layout.degrees.context == 1:  # without position ids, because some models do not accept them
         return {"input_ids": micro_batch.input_ids_BS}
     return dict(micro_batch.inputs)
 
@@ -330,7 +333,10 @@ def _reshard(runner: Runner) -> None:
 
 @contextmanager
 def _raised(runner: Runner, name: str, packed: Decoder | None = None) -> Iterator[None]:
-    """Raise an error of the block on all processes, with the model's name; for `packed`, also packing errors."""
+    """Raise an error of the block on all processes, with the model's name if it is a ProofError.
+
+    packed: a decoder whose errors about masks or lengths are raised as PackingError.
+    """
     packing = nullcontext() if packed is None else packing_errors(packed.pretrained, packed.packing)
     with runner.ranks.all_raise(KernelError, PackingError, ProofError), prefixed(name, ProofError), packing:
         yield

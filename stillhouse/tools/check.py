@@ -1,7 +1,7 @@
-"""`stillhouse check`: a dry run. It does everything that a run does before its first update, and prints the findings.
+"""`stillhouse check`: does everything that a run does before its first update, and prints what it finds.
 
-It shows models, tokenizer, template and data, and one step with its peak memory and the gradient norm of each term.
-It changes no weight and writes no file.
+It prints facts about models, tokenizer and data, and runs one step to measure its peak memory and the gradient norm
+of each loss. It changes no weight and writes no file.
 """
 
 import math
@@ -40,9 +40,9 @@ from stillhouse.tools.check_prompts import function_rows, in_brackets, prompt_ro
 
 #: the number of characters of the sample document that are shown
 _SAMPLE = 600
-#: the verdict names a loss whose gradient is this many times smaller than the largest gradient
+#: the verdict names a loss whose gradient norm is more than this many times smaller than the largest one
 SMALLER = 30
-#: the name of the cross-entropy with its z-loss
+#: the title of the row with the gradient of the cross-entropy plus its z-loss
 WITH_Z_LOSS = "with z_loss"
 #: the prefixes of the names of regularisers, whose gradients should be small compared with other losses' gradients
 _REGULARISERS = ("entropy", "objective.router_aux_loss")
@@ -55,7 +55,7 @@ Row = tuple[str, str] | str
 
 
 def print_check(config: RunConfig) -> None:
-    """Print the findings. Raises the errors of the run. An error about the run's folder is raised last."""
+    """Print the findings. Raises the errors that a run would raise, and an error about the run's folder last."""
     folder = RunFolder(Path(config.out))
     with closing(prepare(config, announce=is_first())) as session:
         models, data, schedule, rollout = session.models, session.data, session.schedule, session.rollout
@@ -86,7 +86,7 @@ def print_check(config: RunConfig) -> None:
 
 
 def _print(rows: Iterable[Row]) -> None:
-    for row in rows:  # making some rows is a collective
+    for row in rows:  # all processes make all rows, because making some of them is a collective
         if is_first():
             print_escaped(row if isinstance(row, str) else f"{row[0]:<16}{escaped(row[1], lines=True)}")
 
@@ -109,7 +109,7 @@ def _model_rows(models: Models, tokenizer: PreTrainedTokenizerBase, tokenizer_ha
         yield "adapter", models.adapter_in_words
     teachers, same = models.teacher_configs, ""
     if teachers and all(teacher.source_kind.compares_tokenizer for teacher in teachers.values()):
-        same = f", the same for {'both' if 'teacher' in teachers else 'all'}"
+        same = f", the same for {'student and teacher' if 'teacher' in teachers else 'all models'}"
     yield "tokenizer", f"{len(tokenizer):,} tokens, hash {tokenizer_hash[:12]}{same}"
 
 
@@ -121,7 +121,7 @@ def _data_rows(data: Data, schedule: Schedule, rollout: RolloutPlan | None) -> I
     if rollout is None:
         filling = f"{data.train.filled_share:.0%} full"
         if data.by_length:
-            filling = f"each of similar lengths, {data.train.padding_share:.1%} padding in rows"
+            filling = f"each with documents of similar lengths, {data.train.padding_share:.1%} padding in rows"
         yield "packing", f"{len(data.train):,} sequences, {filling}"
     yield "steps", steps_in_words(schedule.step_schedule, data.train.max_tokens, rollout)
     if rollout is not None:
@@ -129,7 +129,7 @@ def _data_rows(data: Data, schedule: Schedule, rollout: RolloutPlan | None) -> I
 
 
 def _sample_rows(data: Data, *, on_policy: bool) -> Iterator[Row]:
-    """Show the first document, describe the first documents with media, and show those not shown before."""
+    """Yield the first document, then for each of the first documents with media its description and its beginning."""
     documents, processor = data.train.documents, data.processor
     words = "the completion follows it" if on_policy else "the tokens to predict are in ⟦ ⟧"
     yield "prompt" if on_policy else "sample", f"{documents.sources[0]}, {words}:"
@@ -143,7 +143,7 @@ def _sample_rows(data: Data, *, on_policy: bool) -> Iterator[Row]:
 
 
 def _sample(data: Data, document: int) -> str:
-    """The beginning of a training document as the student sees it, with the targets in brackets."""
+    """Return the beginning of a training document as the student sees it, with the targets in brackets."""
     documents = data.train.documents
     text = in_brackets(data.tokenizer, documents.tokens(document), documents.targets(document))
     if documents.media is not None and data.processor is not None:
@@ -152,16 +152,16 @@ def _sample(data: Data, document: int) -> str:
 
 
 def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
-    """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term.
+    """Run one step without its update; yield rows about its time, peak memory, loss, and each loss's gradient norm.
 
-    Servers are not used to generate completions, because their weights would be replaced by this student's weights.
+    If servers generate the completions, no step runs, because the servers would have to load the student's weights.
     """
     engine = session.models.engine
     if session.rollout is not None and session.rollout.config.urls:
-        yield "one step", "left out, because servers write the completions"
+        yield "one step", "not run, because servers generate the completions"
         return
     peak_memory = _peak_memory(session.models.device)
-    size = ""  # printed before the step runs, because it may take minutes
+    size = ""  # the step may take minutes, so its size is printed before the step runs
     if session.rollout is None:
         steps = session.schedule.step_schedule
         count = -(-steps.sequences_per_step // steps.rows_per_micro_batch)
@@ -197,7 +197,7 @@ def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
     yield "one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}"
     yield "peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB"
     losses = list(single_losses(engine))
-    if len(losses) < 2:  # the gradient of the step has already been shown
+    if len(losses) < 2:  # a single loss has the gradient of the whole step, which is already printed
         return
     yield f"running the same step with each of {len(losses)} losses alone …"
     norms = dict[str, float]()
@@ -212,10 +212,10 @@ def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
 
 
 def verdict(norms: Mapping[str, float]) -> str | None:
-    """A sentence about losses whose gradients are much smaller than the largest, or None for a single loss.
+    """Return a sentence about losses whose gradients are much smaller than the largest; None for a single loss.
 
     norms: the gradient norm of each loss with its coefficient. The norm of the cross-entropy with its z-loss is
-    ignored, and the norm of a regulariser is ignored unless it is the largest.
+    ignored. The norm of a regulariser counts only if it is the largest.
     """
     norms = {name: norm for name, norm in norms.items() if name != WITH_Z_LOSS}
     largest = max(norms, key=lambda name: norms[name], default="")
@@ -228,8 +228,8 @@ def verdict(norms: Mapping[str, float]) -> str | None:
         if norm:
             times = f"{norms[largest] / norm:,.0f}"
             words.append(
-                f"the gradient of {name} is {times} times smaller than that of {largest}, so it hardly counts: "
-                f"multiply its coefficient by about {times} if it should count as much, or leave it out"
+                f"the gradient of {name} is {times} times smaller than that of {largest}, so this loss has almost "
+                f"no effect: multiply its coefficient by about {times} for an equal effect, or remove it"
             )
             continue
         origin = next((origin for origin in ORIGINS if name.endswith(f" ({origin})")), None)
@@ -237,7 +237,7 @@ def verdict(norms: Mapping[str, float]) -> str | None:
         if name.startswith("policy_gradient"):
             cause = " (which is normal if all completions of a prompt have the same reward)"
         words.append(f"the gradient of {name} is 0 in this step{cause}")
-    return "; ".join(words) or f"no gradient is {SMALLER} times smaller than another"
+    return "; ".join(words) or f"no gradient is more than {SMALLER} times smaller than the largest"
 
 
 def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
@@ -247,12 +247,15 @@ def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
 
 
 def single_losses(engine: Engine) -> Iterator[tuple[str, Engine]]:
-    """The name of each loss, and an engine with only this loss, scaled. z_loss is included in cross_entropy."""
+    """Yield the name of each loss, and an engine with only this loss and its coefficient. The z-loss has no engine of
+    its own, because it is computed with the cross-entropy.
+    """
     for name, spec in _single_terms(engine.objective):
         yield name, engine.with_losses(spec)
     for part in engine.parts:
         if part != part.silent():
-            yield part.key, engine.with_losses(ObjectiveSpec(entropy=0.0), [part])  # a term without a gradient
+            # an objective with a gradient of 0
+            yield part.key, engine.with_losses(ObjectiveSpec(entropy=0.0), [part])
 
 
 def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:

@@ -1,7 +1,8 @@
 """The rows of `stillhouse check` about prompts and completions, and about the user's functions for them.
 
-If this job generates the completions, the first step calls rewards, environments and tools. Otherwise, and for
-evaluations, `function_rows` calls each function once, so that a failing function is found before the run.
+If this job generates the completions, the step of the check calls rewards, environments and tools. If servers
+generate them, `function_rows` calls each of these functions once, so that a failing function is found before the run.
+It also calls the functions of evaluations once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ STAND_IN = "A completion of stillhouse check."
 
 
 def prompt_rows(rollout: RolloutPlan, steps: int) -> Iterator[tuple[str, str]]:
-    """Yield the title and the text of the rows about the sources of prompts, and about the dataset's share."""
+    """Yield titles and texts of rows about the sources of prompts, and about completions from the dataset."""
     plan, sources = rollout.prompts, rollout.prompts.sources
     weights = sum(source.weight for source in sources)
     for settings, source, source_rollout in zip(rollout.sources, sources, rollout.configs, strict=False):
@@ -58,16 +59,16 @@ def prompt_rows(rollout: RolloutPlan, steps: int) -> Iterator[tuple[str, str]]:
     if len(sources) == 1 and plan.prompts_per_step * min(sources[0].share, 1 - sources[0].share) < 1 - 1e-6:
         yield (
             "warning",
-            f"prompts of a step: {plan.prompts_per_step}; all completions of a prompt have one origin, so "
-            "not every step has both origins; raise rollout.prompts_per_step or train.tokens_per_step",
+            f"prompts of a step: {plan.prompts_per_step}; the completions of a prompt are all generated or all from "
+            "the dataset, so some steps lack one of the two; raise rollout.prompts_per_step or train.tokens_per_step",
         )
     completions = sum(len(plan.from_dataset(step)) for step in range(steps))
-    passes = f"the dataset's, which has {dataset:,}: {completions / dataset:.2f} passes over it"
+    passes = f"from the dataset of {dataset:,} documents: {completions / dataset:.2f} passes over it"
     yield "dataset", f"{completions:,} of the completions are {passes}"
 
 
 def sample_rows(data: Data, plan: RolloutPlan, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
-    """Yield the title and the text of the rows about the first completion of a step, and about the step's rewards."""
+    """Yield titles and texts of rows about the first completion of a step, and about the step's rewards."""
     if not samples:
         return
     record = sample_record(data, plan, 0, samples[0])
@@ -87,9 +88,9 @@ def sample_rows(data: Data, plan: RolloutPlan, samples: Sequence[Sample]) -> Ite
 
 
 def function_rows(session: Session) -> Iterator[tuple[str, str]]:
-    """Call the user's functions that the step of the check has not called. Yields the title and the text of rows.
+    """Call the user's functions that the step of the check has not called. Yields titles and texts of rows.
 
-    A collective of all processes. Raises the errors of the run about these functions.
+    A collective of all processes. Raises the errors that a run would raise about these functions.
     """
     if session.rollout is not None and session.rollout.config.urls:
         require_end_of_turns(session.models, session.data, session.rollout)
@@ -119,7 +120,9 @@ def function_rows(session: Session) -> Iterator[tuple[str, str]]:
 
 
 class _StandIn:
-    """Completes every prompt with `STAND_IN`: the servers have other weights, and a copy may need too much memory."""
+    """Completes every prompt with `STAND_IN`. The servers do not have the student's weights, and a copy of the
+    student that generates in this job may need too much memory.
+    """
 
     def __init__(self, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]):
         self._ranks = ranks
@@ -138,7 +141,7 @@ class _StandIn:
 
 
 def in_brackets(tokenizer: PreTrainedTokenizerBase, ids_N: np.ndarray, is_marked_N: np.ndarray) -> str:
-    """The text of tokens, with the marked tokens in brackets."""
+    """Return the text of tokens, with the marked tokens in brackets."""
     text, tokens = "", zip(is_marked_N.tolist(), ids_N.tolist(), strict=True)
     for is_marked, stretch in groupby(tokens, key=itemgetter(0)):
         piece = tokenizer.decode([token for _, token in stretch])

@@ -49,7 +49,7 @@ _WEIGHTS, _STUDENT = ".safetensors", "student/"
 class ExportSettings:
     """The options of an export.
 
-    merge: whether an adapter is merged into its base. If it is None, an adapter is merged if there is one.
+    merge: whether an adapter is merged into its base model. None means true for a student with an adapter.
     dtype: the dtype of the weights, or None for the dtype of training.
     shard_bytes: the largest size of one file.
     card: whether README.md is written. mtp: whether the student's MTP layers are exported.
@@ -65,10 +65,11 @@ class ExportSettings:
 def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings) -> IntactCheckpoint:
     """Write the student of a run's folder or of a checkpoint to the new folder `out`, and return the checkpoint.
 
-    step: if `path` is a run's folder, its checkpoint: a number, "best", or "last", which None also means.
+    step: for a run's folder, the checkpoint: a number, "best" or "last". None means "last", and is required if `path`
+        is a checkpoint.
 
-    Raises ValueError if the folder is not a run, if the checkpoint is damaged or removed during the export, if an
-    adapter's base has changed, or if the dtype cannot represent the weights.
+    Raises ValueError if `path` is neither a run nor a checkpoint, if the checkpoint is damaged or removed during the
+    export, if an adapter's base has changed, or if the dtype cannot represent the weights.
     """
     out = out.resolve()  # `out` may be a link to an empty folder
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -79,14 +80,14 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
     if settings.merge is not None and not has_adapter:
         raise ValueError(f"{checkpoint.path} has no adapter: expected neither --merge nor --adapter")
     if not settings.mtp and not _config_and_mtp(student)[1]:
-        raise ValueError(f"--no-mtp: the student of {checkpoint.path} has no MTP layers: expected no such option")
+        raise ValueError(f"--no-mtp: the student of {checkpoint.path} has no MTP layers: remove this option")
     config: RunConfig | None = None
     if settings.card or has_adapter:
         path = run / "config.yaml"
         if not path.is_file():
             raise ValueError(
                 f"{checkpoint.path} is not in the folder of its run: expected <run>/checkpoints/<checkpoint> with "
-                f"{path}; a student without an adapter can be exported without it (--no-card)"
+                f"{path}; without this file, only a student without an adapter can be exported, with --no-card"
             )
         config = load_config(path)
     adapter = "" if not has_adapter else "alone" if settings.merge is False else "merged"
@@ -102,8 +103,8 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
             if all((checkpoint.path / name).exists() for name in checkpoint.state.files):
                 raise
             raise ValueError(
-                f"{checkpoint.path} was removed while it was exported (a run keeps checkpoint.keep of them): "
-                "expected a later --step, or a larger checkpoint.keep"
+                f"{checkpoint.path} was removed while it was exported, because a run keeps only the newest "
+                "checkpoint.keep checkpoints: expected a later --step, or a larger checkpoint.keep"
             ) from error
     return checkpoint
 
@@ -111,7 +112,10 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
 def _write_student(
     checkpoint: IntactCheckpoint, base: StudentConfig | None, settings: ExportSettings, folder: Path, *, merges: bool
 ) -> None:
-    """Write the files of the student. base: the base of the student's adapter. merges: whether both are merged."""
+    """Write the files of the student.
+
+    base: the base model of the student's adapter; None without an adapter. merges: whether the adapter is merged.
+    """
     student = checkpoint.path / "student"
     files = [name.removeprefix(_STUDENT) for name in checkpoint.state.files if name.startswith(_STUDENT)]
     models = checkpoint.state.progress.models
@@ -133,7 +137,7 @@ def _write_student(
 def _chosen(path: Path, step: str | None) -> Path:
     if (path / STATE).is_file():
         if step is not None:
-            raise ValueError(f"--step: {path} is a checkpoint: expected the folder of a run with --step")
+            raise ValueError(f"--step: {path} is a checkpoint: expected the folder of a run, or remove --step")
         return path
     if not (path / "config.yaml").is_file():
         raise ValueError(f"{path} is neither a run nor a checkpoint: expected the `out` folder of a run")
@@ -218,7 +222,7 @@ def _copy_others(source: Path, names: Iterable[str], target: Path) -> None:
 
 
 def _kept_in_float32(source: Path) -> list[str]:
-    """The parts of the names of weights that transformers keeps in float32 for every dtype of the model."""
+    """Return the name parts of the weights that transformers keeps in float32 for every dtype of the model."""
     if not (source / CONFIG_NAME).is_file():
         return []
     config = read_configuration(str(source))
@@ -242,17 +246,17 @@ def _model_card(
             "or is of another version of stillhouse: restore it, or export without a model card (--no-card)"
         )
     if any(teacher.source_kind.is_store for teacher in setup.teachers.values()):
-        # the objective in words depends on the store's signals
+        # the objective in words depends on the store's signals, which are not read here
         path, expected = run / "environment.json", setup.objective.loss_in_words()
         objective = quoted_file(path).get("objective")
         if not isinstance(objective, str) or not objective.startswith(f"{expected}, "):
             raise ValueError(
-                f"{path} has the objective {objective!r}: expected the run's own file, with '{expected}'; restore it,"
-                " or export without a model card (--no-card)"
+                f"{path} has the objective {objective!r}: expected an objective that begins with '{expected}'; "
+                "restore the file of this run, or export without a model card (--no-card)"
             )
     else:
         objective = setup.objective.in_words({})
-    # each tensor-parallel group writes one random state
+    # each tensor-parallel group writes one random state; without tensor parallelism, each process does
     states = [name for name in stored_tensors(checkpoint.path / RESUME) if name.startswith(f"{RANDOM}cpu.")]
     processes = len(states) * setup.config.parallel.tensor or 1
     merge = {None: "", True: " --merge", False: " --adapter"}[settings.merge]

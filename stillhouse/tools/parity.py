@@ -7,7 +7,7 @@ always uses torch's engine.
 
 The command uses the run's models and data, in float32, so that a difference comes from the layout and not from
 rounding. For an on-policy run, every process generates the same completions once. Every process also computes the
-reference, so both models and the student's gradients must fit into one process.
+reference, so the student, its gradients and the teacher must fit into one process.
 """
 
 import math
@@ -43,7 +43,7 @@ from stillhouse.signals import NoTeacher, SignalSource
 
 #: the relative difference up to which two float32 gradients count as equal
 SAME = 1e-4
-#: keys that change the computation of a run's layout, and that this command does not use
+#: keys that change how a run computes a step, and that this command ignores
 LEFT_OUT = ("train.compile", "train.residual_dtype", "parallel.gather_dtype", "parallel.offload")
 #: the number of micro-batches per process; each has one packed sequence
 MICRO_BATCHES = 2
@@ -79,10 +79,10 @@ class Row:
 
 
 def layouts(engine: EngineCapabilities, processes: int, *, experts: bool = False) -> list[Layout]:
-    """The layouts with one degree above 1. For an even number of at least 4 processes, the layouts with two degrees
-    above 1 are included.
+    """Return the layouts with one degree above 1. For an even number of at least 4 processes, also return layouts
+    with two degrees above 1.
 
-    experts: whether expert parallelism is included, because a model has experts.
+    experts: whether a model has experts, so that expert parallelism is included.
     """
     axes = engine.axes
     choices = [Degrees(**{axis: processes}) for axis in axes]
@@ -101,10 +101,10 @@ def layouts(engine: EngineCapabilities, processes: int, *, experts: bool = False
 
 
 def left_out(config: RunConfig) -> list[str]:
-    """The keys that are set in the configuration and that `parity` does not compare."""
+    """Return the keys, with their values, that are set in the configuration and that `parity` ignores."""
     values, name = dotted_values(config), config.parallel.engine
     engine = capabilities(name)
-    # torch's layouts also recompute layers here
+    # PyTorch's layouts recompute layers in `parity`, too; an engine that recomputes layers itself does not
     keys = [*LEFT_OUT, f"parallel.{name}", *["train.activation_checkpointing"] * engine.recomputes]
     return [f"{key}={values[key]}" for key in keys if values.get(key)]
 
@@ -129,7 +129,7 @@ def compare_layouts(config: RunConfig) -> Iterator[Row]:
     setup = RunSetup(config)
     torch_engine = config.parallel.model_copy(update={"engine": "torch", "sequence": False})
     in_one_process = RunSetup(config.model_copy(update={"parallel": torch_engine}))
-    _ = setup.objective.spec, setup.stores  # errors of the objective and the stores come first
+    _ = setup.objective.spec, setup.stores  # raises errors of the objective and the stores before models are loaded
     require_adapters(config.student)
     device, processes = setup.device, process_count()
     require_attention(config.student, setup.teachers, device)
@@ -171,7 +171,7 @@ def compare_layouts(config: RunConfig) -> Iterator[Row]:
 
 
 def _generated(config: RunConfig, data: Data, engine: Engine, sequences: int) -> StepMicroBatches:
-    """A step on completions that the student generates in this process. All processes generate the same ones."""
+    """Return a step on completions that the student generates in this process, the same on all processes."""
     (student,), prompts, rollouts = engine.student.decoders, data.train.documents, config.rollouts
     eos, tokens = eos_ids(data.tokenizer, student), config.train.micro_batch_tokens
     samplings = [sampling_of(rollout, eos) for rollout in rollouts]
@@ -196,7 +196,7 @@ def _generated(config: RunConfig, data: Data, engine: Engine, sequences: int) ->
 def _gradient(engine: Engine, source: SignalSource, step: StepMicroBatches, seed: int) -> float:
     """Run one step and return the loss; the gradient stays in the student. seed: the seed for adapter weights."""
     for student in engine.student.decoders:
-        student.eval()  # under each layout, dropout would use other random numbers
+        student.eval()  # dropout would use other random numbers under another layout
     engine.student.initialize_adapter(seed, fresh=False)  # with B = 0, A's gradient would be 0
     micro_batches = engine.student.shard(step)
     source = source if engine.needs_teacher else NoTeacher()
@@ -207,7 +207,7 @@ def _gradient(engine: Engine, source: SignalSource, step: StepMicroBatches, seed
 
 
 def differences(engine: Engine, gradients: dict[str, Tensor], least: float) -> Iterator[tuple[str, float]]:
-    """For each parameter on this process, the relative difference between its gradient and the reference gradient.
+    """Yield the name of each parameter on this process, and its gradient's relative difference from the reference.
 
     The norm of the difference is divided by the larger of the reference's norm and `least`. A sharded gradient is
     all-gathered, so all processes that have a shard must call this function.
@@ -221,7 +221,7 @@ def differences(engine: Engine, gradients: dict[str, Tensor], least: float) -> I
 
 
 def worst(errors: Iterable[tuple[Name, float]]) -> tuple[Name, float]:
-    """The largest error with its name. NaN is treated as larger than any number."""
+    """Return the largest error with its name. NaN is treated as larger than any number."""
     return max(errors, key=lambda error: (math.isnan(error[1]), error[1]))
 
 

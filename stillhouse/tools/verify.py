@@ -22,7 +22,7 @@ from stillhouse.output.progress import Progress, read_state
 
 
 class Finding(NamedTuple):
-    """One row of the table. problem: the error, or None. Without an error, `detail` describes the result."""
+    """One row of the table. problem: the error, or None. detail: a description of the part, if there is no error."""
 
     part: str
     detail: str = ""
@@ -51,7 +51,7 @@ def verify_run(path: Path) -> Iterator[Finding]:
         yield _finding("model", partial(require_intact_model, folder))
     for file in sorted([*path.iterdir(), *folder.checkpoints.glob("*")]):
         if file.name.endswith(UNFINISHED):
-            yield Finding(file.name, "left over from a process that was killed; removed when the run is resumed")
+            yield Finding(file.name, "left over from a process that was killed; the resumed run will remove it")
         if DAMAGED in file.name:
             yield Finding(file.name, "a damaged checkpoint that checkpoint.fallback has renamed")
 
@@ -67,7 +67,7 @@ def _finding(part: str, described: Callable[[], str]) -> Finding:
 def _configuration(path: Path, newest: Progress | None) -> str:
     config = load_config(path)
     if newest is not None and newest.configuration != configuration_hash(dotted_values(config)):
-        raise ValueError("its values are not those of the newest checkpoint")
+        raise ValueError("values that affect the weights have changed since the newest checkpoint was written")
     return f"{config.student.model}, {', '.join(config.objective.losses.values())}"
 
 
@@ -81,12 +81,12 @@ def _metrics(path: Path, newest: Progress | None) -> str:
     lines, notes = read_metrics(path)
     trained = [line.step for line in lines if "train/learning_rate" in line.values]
     evaluated = [line.step for line in lines if "train/learning_rate" not in line.values]
-    twice = [f"{step:g}" for step, count in Counter(trained).items() if count > 1]
-    twice += [f"the evaluation at {step:g}" for step, count in Counter(evaluated).items() if count > 1]
+    twice = [f"step {step:g}" for step, count in Counter(trained).items() if count > 1]
+    twice += [f"the evaluation at step {step:g}" for step, count in Counter(evaluated).items() if count > 1]
     if twice:
-        raise ValueError(f"more than once: {', '.join(twice[:5])}")
+        raise ValueError(f"is in the file more than once: {', '.join(twice[:5])}")
     if trained and len(trained) != trained[-1] - trained[0] + 1:
-        raise ValueError(f"{len(trained)} steps from {trained[0]:g} to {trained[-1]:g}")
+        raise ValueError(f"steps are missing: {len(trained)} steps from {trained[0]:g} to {trained[-1]:g}")
     if newest is not None and newest.saved_log(path) is None:
         raise ValueError(f"does not begin with the lines that it had when step {newest.step} was saved")
     steps = f"steps {trained[0]:g} to {trained[-1]:g}, each once" if trained else "no step yet"

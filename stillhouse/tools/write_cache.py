@@ -1,9 +1,9 @@
 """Writes a cache of a teacher's signals for the data of a run: the command `stillhouse cache`.
 
 The teacher runs in this job or on servers, and scores each document once for any number of runs. The division into
-shards depends only on the order and the sizes of the documents, so that the next command can continue an interrupted
-one. `cache.json`, which describes the cache, is written before the first shard. The record of a shard is written
-after the shard. The index, which readers need, is written at the end.
+shards depends only on the order and the sizes of the documents, so that the same command can continue after an
+interruption. `cache.json`, which describes the cache, is written before the first shard. The record of a shard is
+written after the shard. The index, which readers need, is written at the end.
 """
 
 import json
@@ -61,7 +61,7 @@ from stillhouse.signals.cache_files import (
 from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
 from stillhouse.signals.teacher_folder import head_of, save_teacher
 
-#: the largest size of a shard before packing, unless a single document needs more
+#: the largest size of the signals in a shard, unless a single document needs more
 SHARD_BYTES = 128 * 2**20
 
 
@@ -77,10 +77,13 @@ def write_cache(
 ) -> CacheManifest:
     """Write the signals of a run's teacher for its training and held-out documents, or continue to write them.
 
-    kind, top_k, dtype, with_label: the signal of a teacher in this job. Servers give the signal `teacher.signal`.
-    top_k: ids per token for "top_k", samples per token for "sampled", both at the temperature of the run's objective.
-    dtype: the dtype of the stored numbers. If it is None: float32, or the teacher's dtype for hidden states.
+    `kind`, `top_k`, `dtype` and `with_label` apply to a teacher in this job. Servers give the signal
+    `teacher.signal`. The signals "top_k" and "sampled" have the temperature of the run's objective.
+
+    top_k: the number of ids per token for "top_k", or of samples per token for "sampled".
+    dtype: the dtype of the stored numbers. None means the teacher's dtype for hidden states, and otherwise float32.
     with_label: whether "top_k" also includes the actual next token.
+    shard_bytes: replaces `SHARD_BYTES`.
 
     All processes of a job must call this. Raises ConfigError if the configuration has no teacher, or if a server has
     another teacher. Raises ValueError if the folder contains other files, or if signals are not finite.
@@ -88,7 +91,7 @@ def write_cache(
     setup = RunSetup(config)
     is_served = config.teacher is not None and "signal" in config.teacher.source_kind.options
     teacher = None if is_served else _teacher_in_job(setup)
-    # no document is dropped for its length in the teacher's tokens, which a run with the cache does not know
+    # documents that are too long in the teacher's tokens are kept, because a run with the cache also keeps them
     data = load_run_data(config, setup.stores, fits_teachers=False)
     entries = list(cache_documents(data))
     if teacher is None:
@@ -154,7 +157,7 @@ def _read(
         requests, rows = list[DocumentRows](), list[np.ndarray]()
         for _, number, document in part:
             teacher_rows = substitutions.rows(number, len(document.tokens))
-            # a row that predicts a token of media has no weight in a run; the signal of the row before it is stored
+            # a row that predicts a media token has no weight in a run, so the signal of the row before it is stored
             row_N = np.maximum.accumulate(teacher_rows[document.rows.start : document.rows.stop])
             media = None if media_inputs is None else media_inputs.of(as_read, number)
             span = range(int(row_N[0]), int(row_N[-1]) + 1)
@@ -199,15 +202,15 @@ def _local_teacher(
 
 
 def _teacher_in_job(setup: RunSetup) -> TeacherConfig:
-    """The configuration of the cache's teacher. Raises ConfigError if no teacher runs in this job."""
+    """Return the configuration of the cache's teacher. Raises ConfigError if no teacher runs in this job."""
     teacher = setup.config.teacher
     if setup.config.teachers is not None:
         raise ConfigError(
             "teachers",
-            "a cache has one teacher's signals; expected the section teacher, and a cache for each of them",
+            "a cache has the signals of one teacher: expected the section teacher instead; write a cache per teacher",
         )
     if teacher is None or not teacher.source_kind.runs_model:
-        raise ConfigError("teacher.model", "is missing: a cache is written by a teacher that is in this job")
+        raise ConfigError("teacher.model", "is missing: expected the model whose signals are cached")
     if teacher.cross_tokenizer is not None:
         raise ConfigError(
             "teacher.cross_tokenizer",
@@ -217,23 +220,25 @@ def _teacher_in_job(setup: RunSetup) -> TeacherConfig:
 
 
 def _served_teacher(setup: RunSetup, data: Data) -> tuple[SignalStore, Decoder]:
-    """The servers after their proof, and the head. Raises ConfigError for signals that cannot be cached."""
+    """Prove the teacher's servers, and return their store and the teacher's head. Raises ConfigError for signals that
+    cannot be cached.
+    """
     store = setup.stores["teacher"]
     require_signals(setup.stores, setup.teachers, setup.objective, data, setup.ranks)
     if store.teacher_folder is None or store.vocabulary is None:
-        raise ConfigError("teacher.model", "is missing: a cache has a copy of the teacher's tokenizer")
+        raise ConfigError("teacher.model", "is missing: a cache has a copy of the tokenizer of this model")
     if store.signal.kind == "chosen":
-        raise ConfigError("teacher.signal", "got chosen: these ids are the student's, so they cannot be cached")
+        raise ConfigError("teacher.signal", "got chosen, which cannot be cached, because the student chooses the ids")
     return store, head_of(store.teacher_folder)
 
 
 def data_splits(data: Data) -> list[Documents]:
-    """The training documents and the held-out documents of a run."""
+    """Return the training documents and the held-out documents of a run."""
     return [sequences.documents for sequences in (data.train, data.evaluation) if sequences is not None]
 
 
 def cache_documents(data: Data) -> Iterator[CacheEntry]:
-    """The distinct documents of a run that have targets."""
+    """Yield the distinct documents of a run that have targets."""
     seen: dict[bytes, range] = {}
     inputs = data.train.media_inputs
     for split, documents in enumerate(data_splits(data)):
@@ -245,7 +250,7 @@ def cache_documents(data: Data) -> Iterator[CacheEntry]:
                 yield CacheEntry(split, number, DocumentRows(tokens, rows, source=source, media=media))
             elif rows_before != rows:
                 raise ValueError(
-                    f"{source} has the tokens of another document and other targets: expected "
+                    f"{source} has the same tokens as another document, but other targets: expected "
                     "objective.tokens=all, or data without such pairs"
                 )
 
@@ -301,7 +306,7 @@ def _begin(out: Path, manifest: CacheManifest, copy_teacher: Callable[..., None]
     if path.is_file():
         existing = CacheManifest.from_json(path.read_text(encoding="utf-8"), path)
         if differences := existing.differences(manifest):
-            words = [f"{name} {theirs!r} there and {ours!r} here" for name, theirs, ours in differences]
+            words = [f"{name} {theirs!r}, and this command has {ours!r}" for name, theirs, ours in differences]
             raise ValueError(f"{out} has another cache: {'; '.join(words)}; expected another folder")
     elif not all(is_leftover(path) for path in out.iterdir()):
         raise ValueError(f"{out} is not empty and has no cache: expected a new folder")
@@ -325,7 +330,7 @@ def _recorded_hash(out: Path, number: int) -> str:
 
 
 def divide(lengths: Sequence[int], rows: int) -> list[range]:
-    """Divide documents into shards of at most `rows` rows. A longer document is a shard by itself.
+    """Return the numbers of each shard's documents. A shard has at most `rows` rows, or one longer document.
 
     lengths: the number of rows of each document.
     """

@@ -193,7 +193,7 @@ def test_a_model_that_was_replaced(tmp_path: Path, which: str) -> None:
     save_model(tmp_path / name, family, seed=7)
     before = contents(out)
     refused = run("distill", tmp_path / "run.yaml", f"out={out}", code=1)
-    assert f"error: {name}: its files have changed since {out}/checkpoints/{NEWEST} was written" in refused.err
+    assert f"error: {name}: the files have changed since {out}/checkpoints/{NEWEST} was written" in refused.err
     assert contents(out) == before
     assert name in run("check", tmp_path / "run.yaml", f"out={out}", code=1).err
 
@@ -205,7 +205,7 @@ def test_weights_are_checked_before_they_are_saved(tmp_path: Path, processes: in
     ranks = Ranks(processes, "distill", tmp_path / "run.yaml", *huge_update)
     assert ranks.wait() == [1] * processes
     assert ranks[0].err.startswith("error: step 1: 'student.backbone.")
-    assert "not finite after the update, so no checkpoint of it is written" in ranks[0].err
+    assert "not finite after the update, so no checkpoint of this step is written" in ranks[0].err
     assert list((tmp_path / "out" / "checkpoints").iterdir()) == []
 
 

@@ -41,7 +41,7 @@ def test_a_checkpoint_that_is_another_one_on_each_machine(run_on_two: tuple[Path
     arguments = ["distill", folder / "run.yaml", f"out={tmp_path}/out", override, "checkpoint.resume=given"]
     ranks = Ranks(2, *arguments, hook=in_own_folder, hook_arguments=(str(tmp_path),))
     assert ranks.wait() == [1, 1], ranks.texts
-    assert "error: given is not the same for all ranks: they read different files state.json" in ranks[0].err
+    assert "error: given is not the same for all ranks: they read different versions of state.json" in ranks[0].err
 
 
 def in_own_folder(parent: str) -> None:

@@ -100,8 +100,8 @@ def test_an_out_that_holds_another_run(here: Path) -> None:
     run("distill", here / "run.yaml")
     for command in ("distill", "check"):
         error = fails(here, "seed=5", "objective.loss=reverse_kl", code=FAILED, command=command)
-        loss = '"0.3*cross_entropy + 0.7*jsd(0.5)" there, "reverse_kl" here'
-        values = f"objective.loss ({loss}), seed (0 there, 5 here)"
+        loss = '"0.3*cross_entropy + 0.7*jsd(0.5)" in the folder, now "reverse_kl"'
+        values = f"objective.loss ({loss}), seed (0 in the folder, now 5)"
         assert error.startswith(f"out: {here}/out contains another run, with a different {values}; choose another")
 
 

@@ -231,5 +231,7 @@ def test_a_thread_that_hangs_does_not_keep_a_complete_run(tmp_path: Path) -> Non
     write_on_policy_run(tmp_path, **REWARDED | {"rollout.reward": named(leaves_a_thread), "train.steps": 1})
     command = Command("distill", tmp_path / "run.yaml")
     assert command.wait() == 0
-    assert command.err.startswith("warning: the process ends without the threads 'checker'")
+    assert command.err.startswith(
+        "warning: the process ends, although these threads have not ended by themselves: 'checker'"
+    )
     assert (tmp_path / "out" / "model").is_dir()

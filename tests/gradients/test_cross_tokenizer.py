@@ -195,7 +195,7 @@ def test_a_whole_run(folder: Path, tmp_path: Path) -> None:
     write_run(folder, **GOLD, out=str(tmp_path / "out"))
     checked = run("check", folder / "run.yaml").out
     assert "an approximation" in checked.splitlines()[0]
-    assert "the same for both" not in checked
+    assert "the same for student and teacher" not in checked
     assert "an approximation" in run("distill", folder / "run.yaml").out.splitlines()[0]
     records = metrics(tmp_path / "out")
     assert records[-1]["step"] == 6

@@ -138,7 +138,7 @@ def test_the_projector_of_another_pair_is_refused(folder: Path) -> None:
     ):
         out = str(folder / f"second {number}")
         write_run(folder, **{"objective.hidden": other, "out": out, "checkpoint.resume": resume})
-        assert "has weights for the layers in the section objective" in run("distill", path, code=1).err
+        assert "some losses in objective have trained weights of their own" in run("distill", path, code=1).err
 
 
 @pytest.mark.slow

@@ -288,7 +288,7 @@ def test_caches_of_other_images_or_processors_are_refused_by_name(folder: Path, 
     picture(0, 8, 8).save(tmp_path / "0.png")
     session_of(tmp_path, cached=True, **settings).close()
     change_processor(tmp_path / "teacher", image_mean=[0.4, 0.4, 0.4])
-    with pytest.raises(ValueError, match=r"has another cache: teacher_images '[0-9a-f]{64}' there and "):
+    with pytest.raises(ValueError, match=r"has another cache: teacher_images '[0-9a-f]{64}', and this command has "):
         cached(tmp_path, "one", "top_k", top_k=8)
 
 

@@ -247,6 +247,6 @@ def test_gradients_that_mix_parts_and_wholes_are_refused(tmp_path: Path, monkeyp
     with_gates()
     save_model(tmp_path / "student", change=lambda model: None, seed=1)  # not a copy of a model without gates
     write_run(tmp_path, teacher=False)
-    words = "between ranks: a matrix that its plan does not name is used between the sharded ones"
+    words = "between ranks: a matrix that the model's plan does not name is used between the sharded matrices"
     err = assert_refused(tmp_path, "student", words, "parallel.tensor=2", hook=with_gates)
     assert "the gradients of the hidden states behind 'backbone." in err

@@ -199,8 +199,8 @@ def test_a_job_whose_torchrun_is_killed_ends(workspace: Path) -> None:
         for rank in filter(running, ranks):
             os.kill(rank, signal.SIGKILL)
     assert printed.read_text() == (
-        f"error: torchrun (process {job.pid}), which started this process, is gone; a run continues from its last "
-        "checkpoint\n"
+        f"error: torchrun (process {job.pid}), which started this process, has ended; the same command continues "
+        "the run from its last checkpoint\n"
     )
     again = Ranks(2, "distill", workspace / "run.yaml", f"out={out}", "train.steps=100000")
     wait_for(lambda: "resuming from" in again[0].out, LIMIT)

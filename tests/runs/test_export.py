@@ -250,8 +250,8 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_refused(trained: Path, tmp_pa
     )
     assert command.wait() == 1
     assert command.err == (
-        f"error: {checkpoint} was removed while it was exported (a run keeps checkpoint.keep of them): expected a"
-        " later --step, or a larger checkpoint.keep\n"
+        f"error: {checkpoint} was removed while it was exported, because a run keeps only the newest "
+        "checkpoint.keep checkpoints: expected a later --step, or a larger checkpoint.keep\n"
     )
     assert not (tmp_path / "made").exists()
     assert not (tmp_path / "made.partial").exists()

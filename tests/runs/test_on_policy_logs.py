@@ -163,7 +163,7 @@ def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
     command = run("check", tmp_path / "run.yaml")
     for expected in (
         "6; in each of them, prompts: 4 (rollout.prompts_per_step), completions: 8, 50% written by the student",
-        "24 of the completions are the dataset's, which has 15: 1.60 passes over it",
+        "24 of the completions are from the dataset of 15 documents: 1.60 passes over it",
         *("one step", "sampled_kl(k2)", "reverse_kl"),
     ):
         assert expected in command.out

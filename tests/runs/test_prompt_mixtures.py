@@ -230,8 +230,8 @@ def test_a_killed_run_goes_on_to_the_bit_and_not_with_other_sources(tmp_path: Pa
     assert command.wait() == -signal.SIGKILL, command.err
     hotter = OF_COUNTS | {"temperature": 0.7}
     for of_counts, weight, key in (
-        (OF_COUNTS, 0.5, "data.train[0].weight (0.75 there, 0.5 here)"),
-        (hotter, 0.25, "data.train[1].rollout.temperature (0.6 there, 0.7 here)"),
+        (OF_COUNTS, 0.5, "data.train[0].weight (0.75 in the folder, now 0.5)"),
+        (hotter, 0.25, "data.train[1].rollout.temperature (0.6 in the folder, now 0.7)"),
     ):
         with pytest.raises(ValueError, match="contains another run") as raised:
             distill(write_mixture(tmp_path, of_counts, weight, **settings))

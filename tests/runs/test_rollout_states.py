@@ -186,22 +186,22 @@ FILES: dict[str, tuple[Callable[[Arrays], Arrays], str]] = {
     "half": (lambda arrays: {name: arrays[name][:12] for name in TOKENS}, "has 12 values: expected 24"),
     "lengths": (
         lambda arrays: {"tokens_R": np.array([0, *(arrays["tokens_R"][:1] + 2), *arrays["tokens_R"][2:]])},
-        "a sample without tokens",
+        "a sample has no tokens",
     ),
     "NaN": (lambda arrays: {"log_probs_N": arrays["log_probs_N"] * np.float32("nan")}, "that are not finite"),
     "above 0": (lambda arrays: {"log_probs_N": -arrays["log_probs_N"]}, "that are not finite, or above 0"),
     "another type": (
         lambda arrays: {"ids_N": arrays["ids_N"].astype(np.float32)},
-        "ids_N of float32 with 1 dimensions: expected",
+        "ids_N has dtype float32 and 1 dimensions: expected",
     ),
     "another array": (lambda arrays: {"rewards": arrays["reward_R"]}, "the arrays .* expected"),
     "tokens without a version": (
         lambda arrays: {"is_written_N": np.zeros(24, np.uint8)},
-        "sample 60 has tokens with a version that no model wrote",
+        "sample 60 has generated tokens without a version of the weights",
     ),
     "an unknown end": (
         lambda arrays: {"finish_R": arrays["finish_R"] + np.uint8(7)},
-        "finish_R with the value 7: expected 0 to 1",
+        "finish_R has the value 7: expected 0 to 1",
     ),
 }
 

@@ -161,7 +161,7 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
     for line in (
         r"student +LlamaForCausalLM, [\d,]+ parameters, float32, head of 400 rows",
         r"teacher +Qwen3ForCausalLM, [\d,]+ parameters, float32, head of 400 rows",
-        r"tokenizer +400 tokens, hash [0-9a-f]{12}, the same for both",
+        r"tokenizer +400 tokens, hash [0-9a-f]{12}, the same for student and teacher",
         r"data train +.*prompts.jsonl: 3 documents, ",
         r"data eval +.*eval.jsonl: 8 documents, ",
         r"packing +\d+ sequences, \d+% full",

@@ -150,7 +150,7 @@ def test_a_changed_processor_of_images_is_named() -> None:
     ):
         identity = RunIdentity("", now, {})
         with pytest.raises(
-            ValueError, match=f"^{named}: the files of its processor of images have changed since step"
+            ValueError, match=f"^{named}: the files of the processor of images have changed since step"
         ):
             require_unchanged_sources(Path("step"), Progress(data=before), identity)
         with pytest.raises(ValueError, match=r"^data\.train: the documents have changed"):
@@ -161,9 +161,9 @@ def test_a_changed_processor_of_images_is_named() -> None:
 def test_a_run_whose_weight_decay_reached_other_weights_is_named() -> None:
     """Earlier versions applied weight decay to the stacked biases of experts, and did not write the key."""
     now = RunIdentity("", {"train": "a", DECAY: "experts.down_proj_bias"}, {})
-    with pytest.raises(ValueError, match=r"^train.weight_decay: step is of a version that .*down_proj_bias"):
+    with pytest.raises(ValueError, match=r"^train.weight_decay: step was written by a version that .*down_proj_bias"):
         require_unchanged_sources(Path("step"), Progress(data={"train": "a"}), now)
-    with pytest.raises(ValueError, match=r"^train.weight_decay: step is of a version that"):
+    with pytest.raises(ValueError, match=r"^train.weight_decay: step was written by a version that"):
         require_unchanged_sources(Path("step"), Progress(data=now.data), RunIdentity("", {"train": "a"}, {}))
     require_unchanged_sources(Path("step"), Progress(data=now.data), now)
     require_unchanged_sources(Path("step"), Progress(data={"train": "a"}), RunIdentity("", {"train": "a"}, {}))

@@ -1,4 +1,4 @@
-"""The interface of the losses beside the objective."""
+"""The interface of the losses that are added to the objective."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +26,17 @@ class LossSections:
 
 
 class LayerTerm(NamedTuple):
-    """scale: the factor of the term's mean in the step's loss. metric: the metric key of this mean."""
+    """A term of the step's loss. scale: the factor of the term's mean. metric: the metric key of this mean."""
 
     scale: float
     metric: str
 
 
 class LossPart(LayerLosses, Protocol):
-    """An immutable loss beside the objective; `start` returns a micro-batch's state. key: the configuration key."""
+    """An immutable loss that is added to the objective. `start` returns the state of the loss for a micro-batch.
+
+    key: the configuration key of the loss.
+    """
 
     key: ClassVar[str]
 
@@ -48,11 +51,13 @@ class LossPart(LayerLosses, Protocol):
 
     @classmethod
     def in_words(cls, sections: LossSections) -> str:
-        """Return the text about this loss for the printed description of the objective."""
+        """Return the text about this loss in the printed description of the objective; "" for no text."""
         return ""
 
     def prepare(self, decoder: Decoder, student: StudentConfig, teacher: TeacherConfig | None) -> None:
-        """Add uninitialised modules to the unsharded student. Raises ConfigError for models without support."""
+        """Add the modules of this loss, uninitialised, to the unsharded student. Raises ConfigError for a model that
+        does not support the loss.
+        """
 
     def distributed(self, student: DistributedStudent) -> Self:
         """Return the loss for a student that is distributed over a mesh."""
@@ -66,8 +71,9 @@ class LossPart(LayerLosses, Protocol):
         head: OutputHead,
         context: DistillTargets,
     ) -> ObjectiveOutput:
-        """Return the objective's output plus the part of this loss that is computed at the head. loss: the
-        `StepLoss`. hidden_by_depth: the hidden states [B, S, D] of depths 0, 1, ….
+        """Return the objective's output plus the part of this loss that is computed at the head.
+
+        loss: the `StepLoss`. hidden_by_depth: the hidden states [B, S, D] of depths 0, 1, ….
         """
         return output
 
@@ -81,9 +87,9 @@ class LossPart(LayerLosses, Protocol):
         return None
 
     def silent(self) -> Self | None:
-        """Return this loss with factor 0 if its layers must run in steps that minimise other losses, else None."""
+        """Return this loss with factor 0 if its layers must also run in a step without the loss, and None if not."""
         return None
 
     def check_rows(self, decoder: Decoder, student: StudentConfig) -> Mapping[str, str]:
-        """Return rows for the output of `stillhouse check`. decoder: the student's part on this process."""
+        """Return titles and texts of rows for `stillhouse check`. decoder: the student's part on this process."""
         return {}

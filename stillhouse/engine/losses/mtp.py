@@ -40,12 +40,12 @@ ACCEPTANCE = ObjectiveSpec(cross_entropy=1.0, divergence=total_variation())
 
 @dataclass(frozen=True)
 class MtpLoss(LossPart):
-    """The objective at the MTP depths.
+    """The objective at the MTP depths. The depths' metrics and values per token have the prefix `mtp_<depth>/`.
 
-    scale: the factor of the depths' loss in the step's loss. from_student: whether the signal is the student's
-    distribution of the same token at depth 0, without gradients, instead of the teacher's distribution. group: the
-    context ranks, over which sequences are sharded. If it is None, this process has full sequences. The depths'
-    metrics and values per token have the prefix `mtp_<depth>/`.
+    scale: the factor of the depths' loss in the step's loss.
+    from_student: whether the signal is the student's distribution of the same token at depth 0, without gradients,
+        instead of the teacher's distribution.
+    group: the context ranks, over which sequences are sharded, or None if this process has full sequences.
     """
 
     objective: ObjectiveSpec
@@ -76,7 +76,11 @@ class MtpLoss(LossPart):
             spec = replace(parsed, teachers=spec.teachers, is_mixture=spec.is_mixture)
         if mtp.signal == "student":
             if spec.divergence is None:
-                raise ConfigError("student.mtp.signal", f"got student, but '{spec.in_words()}' has no divergence")
+                raise ConfigError(
+                    "student.mtp.signal",
+                    f"got student, but '{spec.in_words()}' has no divergence: expected teacher, or a divergence in "
+                    "student.mtp.objective",
+                )
             return cls(replace(spec, teachers={}, is_mixture=False), mtp.depths, mtp.scale, from_student=True)
         if spec.needs_teacher and not sections.has_teacher:
             raise ConfigError(

@@ -57,7 +57,7 @@ def name_hash(name: str) -> float:
 def collect_documents(library: Path | None = None, end: float = 1.0) -> list[NamedText]:
     """Return the documents of this Python's standard library, in the order of their names' hashes.
 
-    end: return only documents with a smaller hash. Documents with a larger hash do not affect the result.
+    end: return only documents whose name has a smaller hash. Other documents do not affect the result.
     """
     library = library or Path(sysconfig.get_paths()["stdlib"])
     texts = dict[str, str]()
@@ -95,7 +95,7 @@ def write_jsonl(documents: Iterable[NamedText], path: Path) -> None:
 def module_sources(library: Path, end: float = 1.0) -> Iterator[tuple[str, str]]:
     """Yield the dotted name and the source of each module under a library folder, sorted by path.
 
-    end: yield only modules with a smaller hash of the name.
+    end: yield only modules whose name has a smaller hash.
     """
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).with_suffix("").parts

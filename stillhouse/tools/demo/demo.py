@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 def run_demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: float = LEARNING_RATE) -> list[Row]:
-    """Execute both runs, print the table and the report's path, and return the table's rows."""
+    """Execute the two runs of `OBJECTIVES`, print the table and the report's path, and return the table's rows."""
     trial = write_text_run(out, seed)
     configs = {}
     for name, loss in OBJECTIVES.items():
@@ -65,7 +65,7 @@ def run_demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: flo
     distilled, text_only = (configs[name].out for name in ("distilled", "cross_entropy"))
     arguments = ["--label", "\nreport: ", distilled, "--compare", text_only, "--out", f"{distilled}/report.html"]
     load("stillhouse.commands", "report").main(arguments, standalone_mode=False)
-    print(f"a run of your own with these models, to edit: {trial}; then `stillhouse distill {trial}`")
+    print(f"for a run of your own with these models, edit {trial}, then start `stillhouse distill {trial}`")
     return rows
 
 

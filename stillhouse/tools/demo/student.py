@@ -1,6 +1,6 @@
 """Writes the demo's newly initialised student, and the files of an example run. Nothing is downloaded or trained.
 
-The student has the teacher's family and vocabulary, and a quarter of its parameters.
+The student has the teacher's family and vocabulary, and a quarter of the teacher's parameters.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from stillhouse.config.yaml_text import write_yaml
 from stillhouse.tools.demo.corpus import NamedText, collect_split, write_jsonl
 
 TEACHER = Path(__file__).parent / "teacher"
-#: the best of 2e-3, 3e-3 and 4e-3 for the demo's student without a teacher (docs/log.md)
+#: the best learning rate of 2e-3, 3e-3 and 4e-3 for the demo's student without a teacher (docs/log.md)
 LEARNING_RATE = 3e-3
 #: the steps of the example run, which takes about two minutes on two cores
 TRIAL_STEPS = 200
@@ -22,13 +22,13 @@ TRIAL_STEPS = 200
 _HEADER = """\
 # The demo's student learns from the demo's teacher.
 # Change any key in this file, or on the command line, such as train.steps=50; docs/config.md has all keys.
-# A folder holds one run: for another one, change `out` as well.
+# A folder contains one run: for another run, also change `out`.
 """
 
 
 def new_student(seed: int) -> PreTrainedModel:
     """Return a newly initialised student with half the teacher's width and one layer less, and so about a quarter of
-    its parameters. The global random state on the CPU does not change.
+    the teacher's parameters. The global random state on the CPU does not change.
     """
     config = AutoConfig.from_pretrained(TEACHER, trust_remote_code=False)
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
@@ -66,7 +66,7 @@ def write_text_run(folder: Path, seed: int = 0) -> Path:
 
 
 def text_settings(folder: Path, steps: int) -> dict[str, Any]:
-    """The configuration of a run with the demo's models and texts, without its key `out`."""
+    """Return the configuration of a run with the demo's models and texts, without the key `out`."""
     return {
         "student": {"model": str(folder / "student")},
         "teacher": {"model": str(TEACHER), "dtype": "float32"},

@@ -1,9 +1,9 @@
 """Trains the teacher that the demo ships, from scratch: `python -m stillhouse.tools.demo.train_teacher --out DIR`.
 
 This is an ordinary run without a teacher. Its best checkpoint is exported to DIR/teacher. An epoch contains the
-teacher split's prose twice, and the source code of the same modules once. A fiftieth of the split is held back; the
-loss on it chooses the best checkpoint. The loss on the demo's held-out split is only reported, and the student split
-is not read at all. The same command continues an interrupted run.
+teacher split's prose twice, and the source code of the same modules once. A fiftieth of the split is not trained on;
+the loss on this fiftieth chooses the best checkpoint. The loss on the demo's held-out split is only reported, and the
+student split is not read at all. The same command continues an interrupted run.
 """
 
 import argparse
@@ -22,12 +22,12 @@ END = "<|endoftext|>"
 VOCAB_SIZE = 3072
 ROW = 512  # tokens per sequence
 ROWS = 8  # sequences per step
-CHOOSING_SHARE = 0.02  # the share of the teacher split that only chooses the best checkpoint
+CHOOSING_SHARE = 0.02  # the share of the teacher split that is only used to choose the best checkpoint
 PROSE_REPEATS = 2  # repetitions of the prose per epoch; the source code occurs once
 
 
 def chooses(document: NamedText) -> bool:
-    """Whether a document only chooses the checkpoint. A module's source and its prose have the same value."""
+    """Return whether a document is only used to choose the checkpoint; equal for a module's source and its prose."""
     return name_hash("choosing:" + document.name.removeprefix("source:")) < CHOOSING_SHARE
 
 
@@ -75,9 +75,9 @@ def write_inputs(out: Path, seed: int) -> None:
 
 
 def train_teacher() -> None:
-    """Run the command line."""
+    """Read the command line, train the teacher and export it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run; a run in it is resumed")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run is resumed")
     parser.add_argument("--steps", type=int, default=10_000, help=f"steps of {ROWS * ROW} tokens")
     parser.add_argument("--every", type=int, default=250, help="steps between evaluations and checkpoints")
     parser.add_argument("--seed", type=int, default=0)
