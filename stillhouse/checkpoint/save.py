@@ -163,7 +163,7 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
         for name, (dtype, _) in _ARRAYS.items():
             if arrays[name].dtype != dtype or arrays[name].ndim != 1:
                 what = f"{name} has dtype {arrays[name].dtype} and {arrays[name].ndim} dimensions"
-                raise ValueError(f"{what}: expected {dtype} and 1 dimension")
+                raise ValueError(f"{what}: expected {np.dtype(dtype)} and 1 dimension")
         requested_at = dict(groups.asked_at)
         count, tokens = len(arrays["tokens_R"]), int(arrays["tokens_R"].sum())
         for name, array in arrays.items():

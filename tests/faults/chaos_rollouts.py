@@ -7,7 +7,7 @@ asked to end or stopped for some seconds, or the disk becomes full; or the rewar
 `sys.exit(0)`, raises an error, or does not return, and the run is asked to end; or processes of `rollout.workers`
 are killed or stopped; or a server drips, nests or lies. Then what has ended is started again with the same command.
 A run whose completions are written in its own process must end bit-equal to an undisturbed one. With servers, each
-sample must have been trained exactly once (`trained_record.py`) and no token may be older than the bound; where the
+sample must have been trained exactly once (`wrong_in`) and no token may be older than the bound; where the
 schedule determines the completions, the weights are those of the undisturbed run, but for rounding.
 """
 

@@ -36,13 +36,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pair(tmp_path_factory.mktemp("cross"))
 
 
-def store_of(folder: Path, student: str, teacher: str, top_k: int = K, tokens: int = 64) -> CrossTokenizerStore:
+def store_of(folder: Path, student: str, teacher: str, top_k: int = K) -> CrossTokenizerStore:
     path = folder / f"model {teacher}"
     if not path.exists():
         write_model(path, teacher, family="qwen3", seed=2)
     signal = SignalSpec("top_k", "float32", top_k, TAU, with_label=True)
     load = lambda device: Decoder.from_pretrained(path, dtype="float32", device=device)  # noqa: E731
-    inner = LocalModelStore("teacher", "hash", signal, load, tokens)
+    inner = LocalModelStore("teacher", "hash", signal, load, 64)
     store = CrossTokenizerStore(inner, tokenizer(student), tokenizer(teacher))
     store.start(torch.device("cpu"))
     return store

@@ -23,7 +23,6 @@ Read = Callable[[HttpAnswer], object]
 VOCABULARY, WIDTH, TOP = 300, 4, 2
 IDS_NK = torch.tensor([[17, 4], [250, 9], [3, 8]])
 DOCUMENT = DocumentRows(np.array([5, 17, 250, 3]), range(3), IDS_NK)
-SHORT = DocumentRows(DOCUMENT.tokens[:3], range(3))
 SAMPLING = Sampling(2, eos_ids=(7,))
 METADATA = json.dumps({"data": [{"embed_dtype": "float32", "endianness": "little", "shape": [3, WIDTH]}]})
 INFO = {

@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -109,16 +110,16 @@ def test_completions_are_the_greedy_ones_of_the_saved_students(tmp_path: Path) -
     assert shown[0].completion != shown[-3].completion
 
 
-def text_lengths(context: EvaluationContext) -> dict[str, float]:
-    """A callback, whose texts rank 0 alone completes."""
-    return {"callback": float(sum(map(len, context.generate(["the first text", "another"]))))}
+def text_number(context: EvaluationContext) -> dict[str, float]:
+    """A callback, whose texts rank 0 alone completes. Other completions have another number."""
+    return {"callback": float(crc32("".join(context.generate(["the first text", "another"])).encode()))}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.pipeline=2"])
 def test_two_processes_show_and_measure_as_one_does(tmp_path: Path, layout: str) -> None:
     """The samples, and the metrics of tasks and callbacks."""
-    write_run(tmp_path, **SETTINGS, **{"eval.callbacks": [f"{__name__}:text_lengths"], "eval.tasks": ["sums(2:3)"]})
+    write_run(tmp_path, **SETTINGS, **{"eval.callbacks": [f"{__name__}:text_number"], "eval.tasks": ["sums(2:3)"]})
     run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'one'}")
     run_ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / 'two'}", layout)
     assert samples(tmp_path / "two") == samples(tmp_path / "one")
@@ -128,6 +129,7 @@ def test_two_processes_show_and_measure_as_one_does(tmp_path: Path, layout: str)
         for out in ("one", "two")
     )
     assert two == one
+    assert one[0][0] != one[-1][0], "the completions of a trained student are those of the untrained one"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Every loss and every teacher's signal: runs on Megatron-Core equal those of the other engine.
+"""Every signal of a teacher: runs on Megatron-Core equal those of the other engine.
 
 Compared are each step's losses, held-out metrics and gradient norm, and the exported weights.
 """

@@ -223,8 +223,8 @@ def teachers() -> tuple[Signal, Signal]:
     return make_full(), make_signal("dense")
 
 
-def pass_metrics(terms: list[Term], weights_T: Tensor | None = None) -> dict[str, float]:
-    output = run(linear_objective, make_leaves(), terms, weights_T=weights_T, chunk_tokens=9).output
+def pass_metrics(terms: list[Term]) -> dict[str, float]:
+    output = run(linear_objective, make_leaves(), terms, chunk_tokens=9).output
     return {name: total.item() for name, total in sums(output).items()}
 
 
