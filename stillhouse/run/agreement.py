@@ -73,8 +73,8 @@ def require_shared_folder(folder: Path, ranks: Ranks) -> None:
         folder.rmdir()
     viewer, missing = next((rank, not_seen[0]) for rank, not_seen in enumerate(findings) if not_seen)
     raise ValueError(
-        f"out: {folder} is not one folder for all ranks: rank {viewer} on {hosts[viewer]} does not see what rank "
-        f"{missing} on {hosts[missing]} wrote into it; expected a folder on a file system that all machines share"
+        f"out: {folder} is not one folder for all ranks: rank {viewer} on {hosts[viewer]} does not see the file "
+        f"of rank {missing} on {hosts[missing]}; expected a folder on a file system that all machines share"
     )
 
 
