@@ -1,4 +1,4 @@
-"""The progress of a run, and the state.json of a checkpoint, which records it.
+"""The progress of a run, and the file state.json of a checkpoint, which records the progress.
 
 state.json is written after all other files of a checkpoint. It contains a hash of every other file and of its own
 content, so a file that is missing, stale, damaged or from another run is detected.
@@ -57,7 +57,7 @@ class Progress:
     sources: dict[str, str] = field(default_factory=dict)
 
     def saved_log(self, path: Path) -> bytes | None:
-        """The content of metrics.jsonl when this progress was saved; None if the file no longer begins with it."""
+        """Return the beginning of metrics.jsonl that was saved with this progress; None if it has changed."""
         beginning = b""
         if path.is_file():
             with path.open("rb") as file:
@@ -90,7 +90,7 @@ def write_state(folder: Path, state: State) -> None:
 
 
 def read_state(path: Path) -> State:
-    """The state of the checkpoint `path`.
+    """Read the state of the checkpoint `path`.
 
     Raises DamagedCheckpointError if state.json is missing or does not match its hash, and OSError if reading fails.
     """

@@ -158,7 +158,7 @@ class Mlflow(Tracker):
             else:
                 self._client.update_run(run.own_id, status="RUNNING")
             self._id = run.own_id
-            logged = self._client.get_run(self._id).data.params  # a parameter cannot be changed
+            logged = self._client.get_run(self._id).data.params  # mlflow cannot change a parameter
             params = [mlflow.entities.Param(key, text) for key, text in texts.items() if key not in logged]
             for start in range(0, len(params), _MLFLOW_BATCH):
                 self._client.log_batch(self._id, params=params[start : start + _MLFLOW_BATCH])
