@@ -199,7 +199,7 @@ class CrossTokenizerStore(SignalStore):
 
 @dataclass(frozen=True)
 class _TeacherRows:
-    """The teacher's signal at some rows of a document, in float64. labels_R: the next tokens, not among the K ids"""
+    """The teacher's signal at some rows of a document, in float64. labels_R: the token that each row predicts"""
 
     rows: range
     ids_RK: Tensor
@@ -210,7 +210,7 @@ class _TeacherRows:
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor], document: DocumentRows) -> "_TeacherRows":
-        """tensors: the tensors of "top_k" with a label, for these rows of the teacher's document"""
+        """Convert the tensors of "top_k" with a label for these rows of the teacher's document."""
         rows = document.rows
         labels_R = torch.from_numpy(document.tokens[rows.start + 1 : rows.stop + 1].astype(np.int64))
         ids_RB, log_probs_RB = tensors["ids"].long(), tensors["log_probs"].double()

@@ -56,7 +56,7 @@ class SignalRows(NamedTuple):
 
     @classmethod
     def of(cls, wanted: Wanted, documents: Sequence[DocumentRows], starts: Sequence[int]) -> Self:
-        """The rows of some documents, one document after another. starts: each document's first row in the batch"""
+        """Join the rows of some documents, one after another. starts: each document's first row in the batch"""
         placed = zip(documents, starts, strict=True)
         index_C = torch.cat([torch.arange(document.rows.start, document.rows.stop) + at for document, at in placed])
         if isinstance(wanted, Ranked) or wanted.with_label:  # a document's last row has no next token
@@ -96,7 +96,7 @@ def extract(wanted: Wanted, hidden_states: Tensor, head: OutputHead, rows: Signa
 
 
 def uniform_numbers(document: bytes, rows: range, draws: int) -> np.ndarray:
-    """Numbers in [0, 1) for some rows of a document, [rows, draws] float64.
+    """Return uniform random numbers in [0, 1) for some rows of a document, [rows, draws] float64.
 
     document: the document's id of 16 bytes.
 
@@ -115,7 +115,7 @@ def draw_ids(hidden_CE: Tensor, head: OutputHead, uniform_CM: Tensor, temperatur
     Raises ValueError if the head is sharded over ranks.
     """
     if head.shard is not None and not head.shard.is_alone:
-        raise ValueError("draws need the whole vocabulary on one rank: expected tensor=1, or another signal")
+        raise ValueError("sampled ids need the whole vocabulary on one rank: expected tensor=1, or another signal")
     projection = Projection(head, head.rows, operand_dtype(hidden_CE, head.weight_VD))
     parts = []
     for rows_CE, chunk_CM in zip(hidden_CE.split(ROWS // 4), uniform_CM.split(ROWS // 4), strict=True):
