@@ -27,7 +27,7 @@ def require_same_configuration(values: Mapping[str, Any], ranks: Ranks) -> list[
 
     values: the configuration by dotted keys.
     """
-    compared = {key: value for key, value in values.items() if key != "device"}  # each rank may name a different GPU
+    compared = {key: value for key, value in values.items() if key != "device"}  # each rank can name a different GPU
     if different := _differences(compared, ranks):
         key, rank, first, other = different[0]
         raise ConfigError(
@@ -36,7 +36,7 @@ def require_same_configuration(values: Mapping[str, Any], ranks: Ranks) -> list[
             "and the same file",
         )
     return [
-        f"rank {rank} runs {name} {other} and rank 0 runs {name} {first}: their results may differ"
+        f"rank {rank} runs {name} {other} and rank 0 runs {name} {first}: their results can differ"
         for name, rank, first, other in _differences(library_versions(), ranks)
     ]
 

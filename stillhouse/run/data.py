@@ -162,7 +162,7 @@ class _Loader:
         """Return the documents by split: train, eval if documents are held out, dataset if rollout.share is below 1.
 
         rollouts: the section rollout for each source of prompts; empty if the training documents have completions.
-        tools: the schemas of the tools of each of these sources.
+        tools: the tools' schemas for each source.
         """
         weighted, share = self.data.weighted_sources, self.data.eval
         paths = [item.source for item in weighted] or [str(self.data.train)]

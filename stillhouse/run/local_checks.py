@@ -71,7 +71,7 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
         for key, folder in caches
         if "data" in needs and not os.path.isdir(folder)
     ]
-    for key, check, value in dict.fromkeys(checks):  # several sources of prompts may have the same reward
+    for key, check, value in dict.fromkeys(checks):  # several sources of prompts can have the same reward
         try:
             with as_config_error(key):
                 check(value)

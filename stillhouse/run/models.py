@@ -323,6 +323,6 @@ def _initialize_randomly(decoder: Decoder, config: PreTrainedConfig, dtype: Any,
     for name, parameter in decoder.state_dict().items():
         if name.partition(".")[0] in decoder.layer_losses:
             continue
-        # the last stage of a pipeline has its own copy of a tied head
+        # the last stage of a pipeline has a separate copy of a tied head
         source = values[full.embedding_name if full.tied and name == HEAD_WEIGHT else name]
         set_from_global(parameter, source)

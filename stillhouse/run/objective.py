@@ -78,7 +78,7 @@ class RunObjective:
         return self._parts(self.spec)
 
     def temperature_of(self, teacher: TeacherConfig) -> float:
-        """The temperature of a teacher's divergence, from the teacher's section or else from the objective."""
+        """The temperature of a teacher's divergence, from its section or, by default, the objective."""
         if isinstance(teacher, NamedTeacherConfig) and teacher.temperature is not None:
             return teacher.temperature
         return self.objective.temperature
@@ -179,7 +179,7 @@ class RunObjective:
         for number, rollout in enumerate(self.rollouts):
             if rollout.reward is not None and spec.policy_gradient is None:
                 reward_key = self.rollout_key(number, "reward")
-                raise ConfigError(reward_key, f"has no effect with {key} '{loss}': expected policy_gradient there")
+                raise ConfigError(reward_key, f"has no effect with {key} '{loss}': expected policy_gradient")
         if self.rollouts[0].discount and not (spec.policy_gradient and spec.teacher_kl):
             raise ConfigError("rollout.discount", f"has an effect only with policy_gradient(teacher_kl=…) in {key}")
 

@@ -76,7 +76,7 @@ def check_models(
 
     decoders: the student, and the teachers in this job, by the keys of their sections.
     teachers: all teachers' sections.
-    max_tokens: the maximum number of tokens of a document; rows of several documents in `data` may be longer.
+    max_tokens: the maximum number of tokens of a document; rows of several documents in `data` can be longer.
     """
     # the student reads the prefixes of teachers that are the student itself
     read_by_student = [section for section, teacher in teachers.items() if teacher.signals_from == "student"]

@@ -162,7 +162,7 @@ def teacher_of_stages(
     head_only: whether the teacher's layers do not run in the student's stages.
     """
     if store is not None and store.signal.is_exact:
-        assert store.teacher_folder is not None  # otherwise the head of another model would be read
+        assert store.teacher_folder is not None  # without it, the head of another model would be read
         return models.sharded("teacher", offload=models.offload, folder=store.teacher_folder)
     if store is not None or teacher is None or not teacher.source_kind.runs_model or models.teacher_is_base:
         return None
@@ -258,7 +258,7 @@ class TeacherSources:
             runs_here = teacher.source_kind.runs_model and name not in unsplit
             if runs_here if store is None else store.signal.is_exact:
                 folder = None if store is None else store.teacher_folder
-                assert store is None or folder is not None  # otherwise the head of another model would be read
+                assert store is None or folder is not None  # without it, the head of another model would be read
                 source = self.models.sharded(section, device, offload=self.models.offload, folder=folder)
                 decoders[name] = load_head(source, runner.layout, runner.mesh)
                 has_values = source.has_values
