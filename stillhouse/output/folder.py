@@ -80,7 +80,7 @@ class RunFolder:
 
 
 def init_run_dir(folder: RunFolder, config_yaml: str) -> None:
-    """Prepare the folder for this run. `candidates` must already have checked that the run may use it."""
+    """Prepare the folder for this run. `candidates` must already have accepted the folder for this run."""
     folder.path.mkdir(parents=True, exist_ok=True)
     # remove the unfinished files of a killed process before the first write, because they may fill the disk
     for path in [*folder.path.glob(f"*{UNFINISHED}"), *folder.checkpoints.glob(f"*{UNFINISHED}")]:
@@ -122,7 +122,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether a process that was killed may have left this file: a lock, or an unfinished file."""
+    """Whether this file can be from a killed process: a lock, or an unfinished file."""
     return path.name in (LOCK, WRITER) or path.name.endswith(UNFINISHED)
 
 

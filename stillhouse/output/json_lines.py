@@ -179,7 +179,7 @@ def without_infinity(values: Mapping[str, float | None]) -> dict[str, float | No
 def read_metrics(path: Path) -> tuple[list[MetricsLine], list[str]]:
     """Return the lines of a metrics.jsonl, and notes for the page.
 
-    An incomplete last line without a newline is skipped, because a killed run may leave such a line.
+    An incomplete last line without a newline is skipped, because a killed run can leave such a line.
     """
     if not path.is_file():
         raise ValueError(f"{path.parent} contains no run: it has no metrics.jsonl. Give the `out` folder of a run.")

@@ -33,7 +33,7 @@ class Progress:
 
     step, tokens, seconds: the steps done, the target tokens trained on, and the time spent.
     metrics: the results of the evaluation after this step; empty if there was none.
-    data: hashes of each split's documents, and of everything else that determines them or an evaluation's prompts.
+    data: hashes of each split's documents, and of all other inputs of the documents and of evaluation prompts.
     models: a hash of the tokenizer and of each model's files.
     configuration: a hash of the values that affect the weights.
     log_bytes, log_sha256: the length and the hash of metrics.jsonl.

@@ -25,7 +25,7 @@ SHORTEST_GAP = 1e-4  # seconds; the precision of timeline.jsonl
 class RolloutLog(AbstractContextManager["RolloutLog"]):
     """Collects the spans of work and writes timeline.jsonl and samples.jsonl. As a context manager, closes the files.
 
-    Spans may be added from several threads. The clock is the host's, so the time of a GPU's work belongs to the span
+    Several threads can add spans. The clock is the host's, so the time of a GPU's work belongs to the span
     that waits for the GPU.
 
     folder: the run's folder. If it is None (on all ranks except rank 0), nothing is written.

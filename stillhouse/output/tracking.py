@@ -26,7 +26,7 @@ FILE = "trackers.json"
 
 
 class TrackerState(BaseModel):
-    """The content of trackers.json. name, id: see `TrackedRun`; a copy of a folder has the name of the original one.
+    """The content of trackers.json. name, id: see `TrackedRun`; a copy of a folder keeps the name of the original.
 
     active: the trackers to which the lines of metrics.jsonl are being sent.
     sent: for each tracker and metric, the last step that was sent, unless metrics.jsonl still contains this step.
