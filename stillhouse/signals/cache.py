@@ -103,7 +103,7 @@ class SignalCache(SignalStore):
             self.read_document(document, stored.rows)
 
     def read_document(self, document: bytes, rows: range) -> dict[str, Tensor]:
-        """Return the signal of rows of one document, by its id.
+        """Return the signal of some rows of the document with this id.
 
         Raises ValueError if the cache lacks a row, if a shard has changed, or if `problem_in` finds a problem.
         """

@@ -178,7 +178,7 @@ class CrossTokenizerStore(SignalStore):
         near_S = torch.log(-torch.expm1(log_later_S.clamp(max=0.0)))
         far_S = torch.log1p(-log_later_S.exp().clamp(max=1.0))
         log_rest_S = log_x_0_S + torch.where(log_later_S > -math.log(2), near_S, far_S)
-        # the student's token for the bytes of each teacher id; -1 if there is no such token, or no teacher id
+        # the student's token for the bytes of each teacher id; -1 if there is no token, or no teacher id
         first_of = torch.from_numpy(np.stack([self.aligner.first_of, self.aligner.first_of_text])).long()
         ids_SB = torch.cat([ids_SK, x_0_S[:, None]], 1)
         is_unknown_SB = (ids_SB < 0) | (ids_SB >= first_of.shape[1])

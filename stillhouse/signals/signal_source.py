@@ -75,7 +75,7 @@ class RequestedSteps(Iterator[tuple[ShardedMicroBatches, PendingSignals]]):
     def build_next(self) -> None:
         """Build the next step's micro-batches while the device computes the present step.
 
-        Their signals are not requested yet, because a request may need the weights after the present step.
+        Their signals are not requested yet, because a request can need the weights after the present step.
         """
         if not self._built:
             self._built.extend(islice(self._steps, 1))
@@ -142,7 +142,7 @@ class SeveralTeachers(SignalSource):
             named = {name: signal for name, signals in teachers.items() for signal in signals[number].values()}
             if rows is not None:
                 routed = {name: RoutedSignal(signal, rows[1][number][name]) for name, signal in named.items()}
-                if not self._heads_are_sharded:  # sharded heads: all ranks gather them in one order
+                if not self._heads_are_sharded:  # all ranks must gather sharded heads in the same order
                     # teachers without rows are dropped, but at least one is kept
                     with_rows = {name: signal for name, signal in routed.items() if len(signal.index)}
                     routed = with_rows or dict([*routed.items()][:1])

@@ -5,7 +5,7 @@ teacher's distribution of token t + 1. The tensors of a signal, in memory, in a 
 
     hidden          [N, E]              "hidden": the teacher's hidden states after its last norm
     ids             [N, K] int32        "top_k": the teacher's top-k ids, the most likely one first
-                                        "chosen": ids that the caller gives
+                                        "chosen": ids that the caller chooses
     log_probs       [N, K]              the log-probabilities of these ids over the full vocabulary
     tail_log_prob   [N] float32         the log of the teacher's mass outside these ids
     ids             [N, M] int32        "sampled": the distinct ids among M draws from the teacher, padded with -1
