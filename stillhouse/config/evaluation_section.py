@@ -79,7 +79,7 @@ class EvalConfig(Section):
     """Tokens of one micro-batch of an evaluation. null: the value of train.micro_batch_tokens."""
     tasks: Annotated[list[Text], AfterValidator(_checked_tasks)] = Field(default=[], examples=["sums", "sums(2:4)"])
     """Tasks whose held-out problems the student completes greedily at each evaluation: sums, reversal or brackets,
-    or with a range of lengths, such as sums(2:4). eval/exact_match is the share of correct completions."""
+    each also with a range of lengths, such as sums(2:4). eval/exact_match is the share of correct completions."""
     task_count: int = Field(default=200, ge=1)
     """The number of problems of each task. All lengths of the task occur in turn."""
     task_tokens: int = Field(default=64, ge=1)

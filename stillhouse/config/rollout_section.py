@@ -26,7 +26,7 @@ else:  # other distributions can register environments; their keys are added to 
 
 
 class PromptConfig(_EnvironmentKeys):
-    """The keys of rollout that a source of data.train may set for its prompts."""
+    """The keys of rollout that a source of data.train can set for its prompts."""
 
     share: float = Field(default=1.0, gt=0, le=1)
     """The share of completions that are generated (λ of GKD); all others are from the dataset. All completions of a
@@ -76,7 +76,7 @@ class PromptConfig(_EnvironmentKeys):
 
     @property
     def has_turns(self) -> bool:
-        """Whether samples may have several turns."""
+        """Whether samples can have several turns."""
         return any(getattr(self, name) for name in registered("stillhouse.environments"))
 
     @property
@@ -148,7 +148,7 @@ class RolloutConfig(PromptConfig):
     by n. sample: it is divided by n - 1, as in TRL and verl."""
     workers: int = Field(default=0, ge=0, le=1024)
     """The number of processes on rank 0's host that run reward and environment for many completions at once. 0: they
-    run in the process of rank 0, for one completion at a time. The run's results are the same."""
+    run in the process of rank 0, for one completion at a time. The results are the same."""
     worker_timeout: float = Field(default=60.0, gt=0)
     """The most seconds of one call in a worker. A worker that takes longer, ends or runs out of memory is replaced,
     and the call is repeated once. If it fails again, the run ends with an error."""
@@ -158,11 +158,11 @@ class RolloutConfig(PromptConfig):
     """The model that generates the completions. teacher: for sequence-level distillation (SeqKD), teacher.model in
     this process, or the model of the servers at url; cross_entropy then applies to these completions."""
     truncated: Literal["keep", "mask"] = "keep"
-    """The treatment of completions that do not end within max_new_tokens. mask: none of their tokens is a target."""
+    """The treatment of completions that do not end within max_new_tokens. mask: their tokens are not targets."""
     discount: float = Field(default=0.0, ge=0, le=1)
     """With policy_gradient(teacher_kl=…): a token's advantage is the sum of the teacher's log-ratios from this token
-    on. The log-ratio k tokens later is multiplied by this number to the power k (MiniLLM). 0: only its own
-    log-ratio."""
+    on. The log-ratio k tokens later is multiplied by this number to the power k (MiniLLM). 0: only the
+    log-ratio of the token itself."""
     samples: Annotated[int, Field(ge=0)] | Literal["all"] = 4
     """The most completions of a step in samples.jsonl: all completions of some prompts, or the first completions of
     one prompt if it has more than this number. all: all completions of the step."""

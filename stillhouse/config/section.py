@@ -81,7 +81,7 @@ class Section(BaseModel):
 
     @classmethod
     def removed_key(cls, key: str) -> ConfigError:
-        """The error for a key of this section that is in `removed`."""
+        """Return the error for a key of this section that is in `removed`."""
         _, reason = cls.removed[key.rpartition(".")[2]]
         return ConfigError(key, f"does not exist any more: {reason}; leave it out")
 

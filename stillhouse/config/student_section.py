@@ -46,14 +46,14 @@ class MtpConfig(Section):
     depths: int = Field(default=1, ge=1)
     """The number of layers. Layer k predicts the k-th token after the next token."""
     objective: Text | None = None
-    """The loss of every depth, in the grammar of objective.loss and at objective.temperature. null:
+    """The loss of every layer, in the grammar of objective.loss and at objective.temperature. null:
     objective.loss."""
     signal: Literal["teacher", "student"] = "teacher"
-    """The target distribution of the depths. teacher: the teacher's distribution of the same token. student: the
-    student's own distribution, without gradients; in speculative decoding, it decides whether drafts are accepted. No
-    effect on cross_entropy."""
+    """The target distribution of the layers. teacher: the teacher's distribution of the same token. student: the
+    student's own distribution, without gradients; in speculative decoding, it determines whether drafts are accepted.
+    No effect on cross_entropy."""
     scale: float = Field(default=0.3, gt=0)
-    """Factor of the depths' loss: the step's loss is the student's loss plus scale times the sum over the depths.
+    """Coefficient of the layers' losses: the step's loss is the student's loss plus scale times their sum.
     With train=heads, AdamW cancels this factor, but train.clip does not."""
     train: Literal["all", "heads"] = "all"
     """all: the student and the layers are trained together; heads: only these layers are trained, and

@@ -54,7 +54,7 @@ class TeacherConfig(ModelConfig, _SourceKeys):
     cross_tokenizer, the number of the teacher's top ids per token."""
     tail: Literal["bucket", "renormalize", "drop"] = "bucket"
     """The treatment of the mass outside of the ids of top_k and chosen. bucket: the mass is one more outcome.
-    renormalize: both distributions are conditioned on the ids. drop: the divergence is summed only over the ids."""
+    renormalize: both models are conditioned on the ids. drop: the divergence is summed only over the ids."""
     timeout: float = Field(default=600.0, gt=0)
     """Seconds without an answer from any server after which the run saves a checkpoint and stops. A single request is
     given up after a quarter of this time and sent again."""
@@ -63,10 +63,10 @@ class TeacherConfig(ModelConfig, _SourceKeys):
     if teacher.model is a folder with at most 1 GiB of weights. always: for any size. All other checks are always
     made."""
     prove_every: int = Field(default=0, ge=0)
-    """The number of steps, and of parts of evaluations, between two checks that the servers still send the same
+    """The number of steps, and of reads in evaluations, between two checks that the servers still send the same
     signals as at the start. 0: only at the start, and when a server that sends no hash of its weights returns."""
     accept: list[Literal["chat_template", "eos"]] = Field(default=[])
-    """The accepted differences of the server's tokenizer from the student's: another chat template, another EOS."""
+    """The parts in which the server's tokenizer may differ from the student's: the chat template, the EOS token."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """The dtype of the weights, in which the layers also compute. auto: the dtype of the saved weights. With url, it
     is the dtype of the output head and of the hidden states that are sent."""

@@ -65,8 +65,8 @@ class TrainConfig(Section):
     activation_checkpointing: bool = False
     """Recompute the layers in backward. This needs less memory, but about a third more time."""
     timeout: float = Field(default=600.0, gt=0)
-    """Seconds after which the job ends if a rank sends no heartbeat or a step starts no further micro-batch (both
-    only under torchrun), or if no server of rollout.url has loaded new weights."""
+    """Seconds after which the job ends if a rank sends no heartbeat or a step starts no further micro-batch (only
+    under torchrun), or if no server of rollout.url has loaded new weights."""
 
     @model_validator(mode="before")
     @classmethod
