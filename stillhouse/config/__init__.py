@@ -1,6 +1,6 @@
-"""The configuration of a run: one strict class per section, and functions to read and write it; without torch.
+"""The configuration of a run: one strict class per section, and functions to read and write it. Needs no torch.
 
-A component gets only its own section. The keys are a contract; `docs/config.md` is generated from these classes.
+A component gets only its own section. The keys are a public interface; these classes generate `docs/config.md`.
 """
 
 from stillhouse.config.data_section import DataConfig, SourceConfig

@@ -1,4 +1,4 @@
-"""The check of a whole configuration: the rules of the core and of registered add-ons, the losses, and the tokens."""
+"""Checks a whole configuration: the rules of the core and of registered add-ons, the losses, and servers' tokens."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from stillhouse.registry import load_all
 
 
 def check_rules(config: RunConfig) -> None:
-    """Raise ConfigError with the first mistake of each key if the configuration breaks rules."""
+    """Raise ConfigError if the configuration has mistakes. The error lists the first mistake of each key."""
     mistakes: dict[str | None, ConfigError] = {}
     losses = dict(config.objective.losses)
     if config.student.mtp is not None and config.student.mtp.objective is not None:
@@ -42,21 +42,21 @@ def check_rules(config: RunConfig) -> None:
 
 
 def all_rules() -> tuple[Rule, ...]:
-    """The rules of the registered sources of signals, of the core, and of the registered engines."""
+    """Return the rules of the registered sources of signals, of `rules.py`, and of the registered engines."""
     return (*_source_rules(), *RULES, *_engine_rules())
 
 
 def _unused_tokens(by_key: Mapping[str, Sequence[RolloutConfig | EvalPromptsConfig]]) -> Iterator[ConfigError]:
-    """Refuse tokens of reward servers that no reward names, for example under a misspelled address."""
+    """Yield an error for tokens of servers that are in no reward, for example because of a misspelled address."""
     for key, sections in by_key.items():
         servers = {part.server for section in sections for part in reward_parts(section.reward) if part.is_server}
         if unused := {address for section in sections for address in section.reward_tokens or {}} - servers:
-            among = f"among {name_list(servers)}" if servers else "the address of a server in reward"
+            among = f"an address among {name_list(servers)}" if servers else "the address of a server in reward"
             yield ConfigError(f"{key}.reward_tokens", f"got {name_list(unused)}; expected {among}")
 
 
 def _shared_token(teachers: Mapping[str, TeacherConfig], rollout: RolloutConfig | None) -> Iterator[ConfigError]:
-    """Refuse servers of several models if all of them would get the token in `TOKEN_VARIABLE`."""
+    """Yield an error if the run has servers of several models, and some of them would get the default token."""
     sections: dict[str, TeacherConfig | RolloutConfig] = {**teachers}
     if rollout is not None:
         sections["rollout"] = rollout
@@ -66,8 +66,8 @@ def _shared_token(teachers: Mapping[str, TeacherConfig], rollout: RolloutConfig 
         urls = enumerated([f"{key}.url" for key in variables], "and")
         yield ConfigError(
             f"{unnamed[0]}.token_variable",
-            f"is null, and {urls} are servers of different models, which share a token only if you name its variable "
-            f"for each; expected the name of the variable with its token, which may be {TOKEN_VARIABLE}",
+            f"is null, and {urls} are servers of different models: set token_variable for each of them, so that no "
+            f"server gets another server's token; expected an environment variable, such as {TOKEN_VARIABLE}",
         )
 
 
@@ -77,15 +77,15 @@ def _source_rules() -> Iterator[Rule]:
     for key, kind in kinds.items():
         if not kind.needs_model:
             if others := complete if "model" in kind.beside else ["teacher.model", *complete]:
-                yield excludes(key, *others, expected="one source of signals, and null for the others")
+                yield excludes(key, *others, expected="one source of signals, and null for all other sources")
             complete.append(key)
     for key, kind in kinds.items():
         if kind.needs_model:
-            yield excludes(key, *complete, because="it needs teacher.model, a teacher in this job")
+            yield excludes(key, *complete, because="it needs a teacher in this job (teacher.model)")
         if not kind.any_tokens:
-            because = "it has no signals for completions that the run generates"
+            because = "this source has no signals for completions that the run generates"
             yield from (excludes(key, "rollout", because=because), excludes("eval.prompts", key, because=because))
-            yield excludes(f"{NAMED}prefix", key, because=f"the signals of {key} belong to other tokens")
+            yield excludes(f"{NAMED}prefix", key, because=f"the signals of {key} are for documents without a prefix")
     for name, because in product(WEIGHT_KEYS, dict.fromkeys(kind.because for kind in kinds.values())):
         if without := [key for key, kind in kinds.items() if kind.because == because and name not in kind.beside]:
             yield excludes(f"teacher.{name}", *without, because=because)

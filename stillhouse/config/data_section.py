@@ -9,21 +9,21 @@ from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model
 from stillhouse.config.rollout_section import SourceRolloutConfig
 from stillhouse.config.section import PathText, Section, Share
 
-#: a valid name of an evaluation set. mtp_1, … are excluded: they name MTP depths in the names of metrics
+#: a valid name of an evaluation set. mtp_1, … are excluded, because metrics of MTP depths contain them
 _NAME = re.compile(r"(?!mtp_\d+$)[A-Za-z][A-Za-z0-9_-]*")
-#: the names of metrics after `eval/` that are not names of sets
+#: the names after `eval/` in metrics of all runs; an evaluation set cannot have such a name
 _METRICS = {"cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_entropy", "exact_match"}
 _METRICS |= {"teacher_cross_entropy", "tokens", "tasks_truncated"}
 
 
 def is_source_name(name: str) -> bool:
-    """Whether a source can have this name in metrics. "reward" is refused: rollout/reward/… are parts of a reward."""
+    """Whether a source can have this name in metrics. "reward" cannot: rollout/reward/… are metrics of rewards."""
     return _NAME.fullmatch(name) is not None and name != "reward"
 
 
 def _checked_name(name: str) -> str:
     if not is_source_name(name):
-        raise ValueError(f"got {name!r}, expected letters, digits, _ and -, a letter first, and not reward")
+        raise ValueError(f"got {name!r}, expected a letter, then letters, digits, _ and -, and not reward")
     return name
 
 
@@ -35,7 +35,7 @@ class SourceConfig(Section):
     weight: float = Field(default=1.0, gt=0)
     """The weight of the source. Its share is the weight divided by the sum of all weights."""
     name: Annotated[str, AfterValidator(_checked_name)] | None = None
-    """With rollout: the name of the source in metrics. null: the name of its file or folder without an ending."""
+    """The name of the source in metrics, with rollout. null: the name of its file or folder, without extension."""
     rollout: SourceRolloutConfig | None = None
     """Keys of the section rollout for the prompts of this source."""
 
@@ -48,14 +48,14 @@ class SourceConfig(Section):
 
     @model_serializer(mode="wrap")
     def _set_keys(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out keys of rollouts that are null, so that runs of earlier versions can be resumed."""
+        """Leave out name and rollout if they are null, so that runs of earlier versions can be resumed."""
         return {
             key: value for key, value in write(self).items() if key not in ("name", "rollout") or value is not None
         }
 
 
 def source_prefix(sources: Sequence[SourceConfig], number: int, name: str) -> str:
-    """The beginning of the key that sets `rollout.<name>` for a source of prompts; "" for the section rollout.
+    """Return `data.train[number].` if a source of prompts sets `rollout.<name>`, and "" if the section rollout does.
 
     sources: the weighted sources; empty for a single source.
     """
@@ -74,12 +74,12 @@ def _checked_sources(train: str | list[SourceConfig]) -> str | list[SourceConfig
 
 def _checked_sets(sets: str | float | dict[str, str]) -> str | float | dict[str, str]:
     if sets == {}:
-        raise ValueError("got no sets: expected one name and source or more, or 0 for no evaluation")
+        raise ValueError("got no sets: expected at least one name with a source, or 0 for no held-out documents")
     for name in sets if isinstance(sets, dict) else ():
         if not _NAME.fullmatch(name) or name in _METRICS:
             raise ValueError(
-                f"got the name {name!r}: expected letters, digits, _ and -, a letter first, and not the name of a"
-                " metric or of a depth such as mtp_1"
+                f"got the name {name!r}: expected a letter, then letters, digits, _ and -, and not the name of a"
+                " metric or of an MTP depth such as mtp_1"
             )
     return sets
 
@@ -94,12 +94,12 @@ class DataConfig(Section):
     mixture is a list of {source, weight}; the weights set the shares of the tokens or, with rollout, of the prompts.
     With rollout, a source may also have a name and its own keys of rollout: {source, weight, name, rollout: {…}}."""
     eval: Annotated[PathText | Share | dict[str, PathText], AfterValidator(_checked_sets)] = 0.02
-    """Held-out documents: a source of the same kinds as train, or the share of train's documents to hold out, chosen
-    by a hash of their content. 0: no evaluation. {name: source, …}: several sets; each set also has its own metrics,
-    such as eval/name/cross_entropy."""
+    """Held-out documents: a source as in train, or the share of train's documents that are held out; a hash of their
+    content chooses them. 0: no held-out documents. {name: source, …}: several sets; each set also has its own
+    metrics, such as eval/name/cross_entropy."""
     max_tokens: int = Field(default=2048, ge=2)
-    """Tokens per packed sequence. A longer text is split into several documents; a longer conversation or completion
-    is cut at its end, and the cuts are counted."""
+    """The maximum number of tokens of a packed sequence. A longer text is split into several documents; a longer
+    conversation or completion is cut at its end, and the cuts are counted."""
     packing: Literal["auto", "packed", "rows"] = "auto"
     """How documents share a forward pass. packed: several documents in a row, separated by position_ids, masks or
     lengths. rows: one document in a row, for models that cannot run packed documents, such as state-space models;
@@ -112,9 +112,9 @@ class DataConfig(Section):
     """The most pixels (width × height) of an image. A larger image is scaled down before it goes to the model's
     processor, which has its own limits. null: only the processor's limits."""
     cache: PathText | None = Field(default=None, examples=["auto"])
-    """Folder for tokenized data. The next start with the same files, tokenizer and options maps the data from this
-    folder, so it need not fit into memory. auto: stillhouse/data in the user's cache folder. null: no folder. No
-    effect on hub ids and on the prompts of rollout."""
+    """Folder for tokenized data. The next start with the same files, tokenizer and options maps the data into
+    memory from this folder, so that the data may be larger than the memory. auto: stillhouse/data in the user's cache
+    folder. null: no folder. No effect on hub ids and on the prompts of rollout."""
     on_error: Literal["raise", "skip"] = "raise"
     """The treatment of a malformed record. raise: the run stops. skip: the record is left out and counted."""
 

@@ -32,7 +32,7 @@ class MissingKeyError(ConfigError):
 
 
 def removed_value(value: str, reason: str, expected: str) -> BeforeValidator:
-    """A validator that refuses a value of earlier versions.
+    """Return a validator that refuses a value of earlier versions.
 
     reason: when and why the value was removed. expected: the values to use instead, in words.
     """
@@ -50,7 +50,7 @@ def as_config_error(key: str | None, *passes: type[ValueError]) -> Iterator[None
     """Convert a ValueError of the block to a ConfigError with a key. A ConfigError of the block keeps its own key.
 
     key: the key. If it is None, errors are not converted.
-    passes: other types of errors that are not converted.
+    passes: types of errors that are not converted, in addition to ConfigError.
     """
     try:
         yield
@@ -61,7 +61,7 @@ def as_config_error(key: str | None, *passes: type[ValueError]) -> Iterator[None
 
 
 def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
-    """One error with the first mistakes and the number of the others.
+    """Return one error with the first `MAX_LINES` mistakes and the number of the remaining mistakes.
 
     more: the number of mistakes that are not in `mistakes`.
     """

@@ -1,4 +1,4 @@
-"""Evaluations on held-out documents and tasks, and checkpoints, of which the evaluations choose the best."""
+"""The keys of evaluations on held-out documents and tasks, and of checkpoints."""
 
 import re
 from typing import Annotated, Literal, get_args
@@ -59,7 +59,7 @@ class EvalPromptsConfig(Section):
     count: int = Field(default=64, ge=1)
     """The maximum number of prompts. The same prompts are used at each evaluation and in each run on this data."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """The most tokens of a completion, including its end of sequence and replies; less than data.max_tokens."""
+    """The most tokens of a completion, with its end of sequence and its replies; less than data.max_tokens."""
     temperature: float = Field(default=0.0, ge=0)
     """0: greedy completions. Above 0: tokens are sampled, with the same seeds at each evaluation."""
     reward: RewardText | None = Field(default=None, examples=["mypkg.rewards:exact"])
@@ -70,7 +70,7 @@ class EvalPromptsConfig(Section):
 
 
 class EvalConfig(Section):
-    """When to measure cross-entropy, forward KL, agreement and entropies on data.eval (if it is not 0), and tasks."""
+    """Evaluations: cross-entropy, forward KL, agreement and entropies on data.eval (if it is not 0), and tasks."""
 
     every: int = Field(default=100, ge=0)
     """Steps between two evaluations. Checkpoints are evaluated, too, unless checkpoint.best is null. 0: only at the
@@ -79,7 +79,7 @@ class EvalConfig(Section):
     """Tokens of one micro-batch of an evaluation. null: the value of train.micro_batch_tokens."""
     tasks: Annotated[list[Text], AfterValidator(_checked_tasks)] = Field(default=[], examples=["sums", "sums(2:4)"])
     """Tasks whose held-out problems the student completes greedily at each evaluation: sums, reversal or brackets,
-    with a range of lengths if it is not the usual range. eval/exact_match is the share of correct completions."""
+    each also with a range of lengths, such as sums(2:4). eval/exact_match is the share of correct completions."""
     task_count: int = Field(default=200, ge=1)
     """The number of problems of each task. All lengths of the task occur in turn."""
     task_tokens: int = Field(default=64, ge=1)
@@ -110,8 +110,8 @@ class CheckpointConfig(Section):
     several sets in data.eval. eval/name: a metric of eval.callbacks. null: no best checkpoint, and a checkpoint
     causes no evaluation. No effect without evaluation."""
     greater_is_better: bool | None = None
-    """If checkpoint.best is a metric of eval.callbacks: whether its highest value is the best value. For all other
-    metrics this is known, and the key must be null."""
+    """For a metric of eval.callbacks in checkpoint.best. true: its highest value is the best. false: its lowest value
+    is the best. null: for all other metrics, whose best value is known."""
     resume: PathText = Field(default="auto", examples=["auto", "never", "runs/a/checkpoints/step-500"])
     """auto: resume from the latest checkpoint in out, or start anew if there is none; never: start anew; a path:
     start from that checkpoint."""

@@ -1,6 +1,6 @@
 """Converts each error of pydantic to one line: the key, the value, the expected values, and a suggestion.
 
-Other tools' names for Stillhouse's keys and values are in `other_tools.yaml`, which is read for the first suggestion.
+`other_tools.yaml` has other tools' names for Stillhouse's keys and values. The first suggestion reads it.
 """
 
 import difflib
@@ -32,16 +32,16 @@ from stillhouse.config.yaml_text import read_yaml
 from stillhouse.display import enumerated, name_list
 
 PEERS = {"trl": "TRL", "verl": "verl", "automodel": "Automodel", "swift": "ms-swift", "axolotl": "axolotl"}
-#: part of a hint about a name without a counterpart here
+#: part of the hint about another tool's name that has no counterpart in Stillhouse
 NO_KEY = "has no key here"
 #: the minimum similarity between a misspelled key and the right key
 CLOSE_ENOUGH = 0.75
-#: the maximum number of mistakes that are explained: the search for the nearest key takes a hundredth of a second
+#: the maximum number of mistakes that are explained, because each search for the nearest key takes about 10 ms
 MOST = 20
 
 
 def explain(error: ValidationError, content: Mapping[str, Any], model: type[Section]) -> ConfigError:
-    """One error with all mistakes that pydantic found, in the order of the keys.
+    """Return one error with the mistakes that pydantic found, in the order of the keys.
 
     content: the nested mapping that pydantic has checked against the class `model`.
     """
@@ -49,7 +49,7 @@ def explain(error: ValidationError, content: Mapping[str, Any], model: type[Sect
     for detail in error.errors()[:MOST]:
         for mistake in _mistakes(detail, content, model):
             mistakes.setdefault(mistake.key, mistake)
-    # if a value may be a list or a text, pydantic reports a second error for a list: that it is not a text
+    # if a key accepts a list or a text, a mistake in the list has a second error: that the list is not a text
     in_items = {key.partition("[")[0] for key in mistakes if key is not None and "[" in key}
     kept = [mistake for key, mistake in mistakes.items() if key not in in_items]
     return listed(kept, more=max(0, error.error_count() - MOST))
@@ -68,7 +68,7 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
         yield from (unknown_key(inner, model) for inner in peer_keys or [unknown])
         # for a section of another tool, one error per known key
         if peer_keys and (others := [key.removeprefix(f"{unknown}.") for key in keys if key not in peer_keys]):
-            yield ConfigError(unknown, f"unknown section; nothing is known here of its {name_list(others)}")
+            yield ConfigError(unknown, f"unknown section; there are no suggestions for its {name_list(others)}")
     else:
         key, owner, name = _field(detail["loc"], model)
         section = section_at(key.rpartition(".")[0], model)
@@ -79,7 +79,7 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
 
 
 def _dotted(location: Sequence[int | str], content: Any) -> str:
-    """The key of a pydantic location, such as data.train[1].weight, without the names of members of unions."""
+    """Return the key of a pydantic location, such as data.train[1].weight, without the names of union members."""
     key = ""
     for part in location:
         if isinstance(content, list) and isinstance(part, int):
@@ -157,7 +157,7 @@ def _expected(owner: type[Section], name: str) -> str:
 
 
 def _near_value(key: str, value: Any, schema: Schema, default: Any) -> str:
-    """A suggestion if a value is another tool's name, a misspelling or a list without brackets; otherwise ""."""
+    """Return a suggestion for another tool's name, a misspelling or a list without brackets; "" for other values."""
     parts = schema.get("anyOf", [schema])
     items = next((part["items"] for part in parts if part.get("items", {}).get("type") == "string"), None)
     choices = [choice for part in parts for choice in [*part.get("enum", []), *filter(None, [part.get("const")])]]
@@ -200,7 +200,7 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
     if section is not None and name in section.removed:
         return section.removed_key(key)
     is_elsewhere = any(other.rpartition(".")[2] == name for other in all_fields)
-    # the section may be part of another tool's name: eval.steps for eval_steps
+    # the user may have written another tool's name with a dot: eval.steps for eval_steps
     joined = key.replace(".", "_") if "." in key else ""
     siblings = [other.removeprefix(f"{parent}.") for other in values if other.startswith(f"{parent}.")]
     if section is not None and "[" in parent:
@@ -216,7 +216,7 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
 
 
 def override_hint(option: str, model: type[Section]) -> str:
-    """The override that replaces an unknown option such as --learning-rate; "" for an unknown name."""
+    """Return a hint with the override for an unknown option such as --learning-rate; "" for an unknown name."""
     name = option.lstrip("-").replace("-", "_")
     fields = [key for key in value_fields(model) if ANY_NAME not in key]
     if keys := [name] if name in fields else [key for key in fields if key.rpartition(".")[2] == name]:
@@ -228,15 +228,15 @@ def override_hint(option: str, model: type[Section]) -> str:
 
 
 def nearest(key: str, candidates: Iterable[str]) -> list[str]:
-    """At most three of the candidates that are most similar to `key`; empty if none is similar enough."""
+    """Return at most three candidates with the greatest similarity to `key`; [] if it is below `CLOSE_ENOUGH`."""
     section, _, name = key.rpartition(".")
-    if name.startswith("_"):  # no key begins with _: Hydra's _target_ is not a misspelling
+    if name.startswith("_"):  # such as Hydra's _target_: no key of Stillhouse begins with _
         return []
     similarity: dict[str, tuple[float, float]] = {}
     for candidate in candidates:
         full_ratio = _ratio(key, candidate)
         name_ratio = _ratio(name, candidate.rpartition(".")[2])
-        # without a section, the user may have omitted it or its dot
+        # if `key` has no section, the user may have omitted the section, or only the dot after it
         similarity[candidate] = (name_ratio, full_ratio) if section else (max(name_ratio, full_ratio), 0.0)
     best = max(similarity.values())
     return [name for name, score in similarity.items() if score == best][:3] if best[0] >= CLOSE_ENOUGH else []
@@ -266,7 +266,7 @@ class PeerKey(Section, validate_default=False):
     note: str = ""
 
     def names(self) -> Iterator[tuple[str, str]]:
-        """Pairs of a tool and a name; the tool is "" for the names in `also`."""
+        """Yield pairs of a name and its tool; the tool is "" for the names in `also`."""
         for field in (*PEERS, "also"):
             for name in getattr(self, field):
                 yield name, PEERS.get(field, "")
@@ -294,9 +294,7 @@ def peer_entries() -> list[PeerKey]:
 
 
 def loss_hint(problem: str) -> str:
-    """The replacement for another tool's loss or argument that an error about `objective.loss` names; "" if the table
-    does not contain it.
-    """
+    """Return a hint about another tool's name of a loss or argument in the message `problem`; "" for other names."""
     match = re.search(r"(unknown name|unexpected keyword argument|cannot read) '(\w+)'", problem)
     if match is None:
         return ""
@@ -307,7 +305,7 @@ def loss_hint(problem: str) -> str:
 
 
 def peer_hint(key: str, *, with_section: bool = False) -> str | None:
-    """A hint with Stillhouse's key for another tool's name; None if the table does not contain the name.
+    """Return a hint with Stillhouse's key for another tool's name; None if the table does not contain the name.
 
     key: the name as the user wrote it, with or without a section, with underscores or dashes.
     with_section: whether the section must also match.

@@ -13,22 +13,22 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def require_model(name: str) -> None:
-    """Raise ValueError unless a name is a model's folder or may be a hub id."""
+    """Raise ValueError unless a name is a model's folder or has the form of a hub id."""
     require_model_folder(name)
     if not os.path.exists(name) and _HUB_ID.fullmatch(name) is None:
-        raise ValueError(f"got {name!r}: there is no such folder, and it is no id of the hub, such as Qwen/Qwen3-8B")
+        raise ValueError(f"got {name!r}: expected an existing folder, or a hub id such as Qwen/Qwen3-8B")
 
 
 def require_template(source: str) -> None:
-    """Raise ValueError unless the source of a chat template is a file, a model's folder, or may be a hub id."""
+    """Raise ValueError unless a source of a chat template is a file, a model's folder, or has a hub id's form."""
     if os.path.splitext(source)[1] in _TEMPLATE and not os.path.isfile(source):
-        raise ValueError(f"got {source}, but there is no such file")
+        raise ValueError(f"got {source}, but there is no such file: expected an existing file, a folder or a hub id")
     if not os.path.isfile(source):
         require_model(source)
 
 
 def require_model_folder(name: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a file and for a folder without a model. Any other name may be a hub id."""
+    """Raise ValueError for a file and for a folder without a model, but not for a name that does not exist."""
     if not os.path.isdir(name):
         if os.path.isfile(name):
             raise ValueError(f"{os.fspath(name)} is a file: expected the folder of a model, or a hub id")
@@ -47,15 +47,16 @@ def require_model_folder(name: str | os.PathLike[str]) -> None:
 
 
 def require_safetensors(folder: str, files: list[str]) -> None:
+    """Raise ValueError if a model's folder has an adapter or only pickled weights. files: names of its files."""
     if _ADAPTER in files:
         raise ValueError(
-            f"{folder} holds an adapter ({_ADAPTER}): expected a plain model. A run's `model/` contains the base "
-            "with the adapter merged into it; for another adapter, save the result of peft's merge_and_unload()"
+            f"{folder} holds an adapter ({_ADAPTER}): expected a plain model. For a run of Stillhouse, give its "
+            "`model/`, where the adapter is merged; for other adapters, save the result of peft's merge_and_unload()"
         )
     pickled = [file for file in files if file.endswith(_PICKLE)]
     if pickled and not any(file.endswith(".safetensors") for file in files):
         raise ValueError(
-            f"{folder} has its weights as pickle ({name_list(pickled)}), which can run any code while it is read, so "
-            "it is not read, even with trust_remote_code: expected safetensors. If you trust the file, "
+            f"{folder} has its weights only as pickle ({name_list(pickled)}). Pickle can run any code when it is "
+            "read, so it is refused, even with trust_remote_code: expected safetensors. If you trust the file, "
             "convert it yourself: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )

@@ -18,7 +18,7 @@ class HiddenPairConfig(Section):
     loss: Literal["mse", "cosine"] = "mse"
     """mse: the mean squared difference over the width. cosine: 1 minus the cosine."""
     scale: float = Field(default=1.0, gt=0)
-    """Factor of this loss in the minimised loss."""
+    """Coefficient of this loss in the minimised loss."""
 
 
 class ByOriginConfig(Section):
@@ -40,7 +40,7 @@ class ByOriginConfig(Section):
 
 if TYPE_CHECKING:
     _PartKeys = Section
-else:  # other distributions can register losses inside layers, which have keys here
+else:  # other distributions can register losses inside layers; their keys are added to this section
     _PartKeys = keys_of_add_ons("stillhouse.parts", "objective")
 
 
@@ -53,8 +53,8 @@ class ObjectiveConfig(_PartKeys):
     """A sum of cross_entropy and divergences with coefficients, such as 0.3*cross_entropy + 0.7*jsd(0.5); the
     divergences are listed in docs/objective.md."""
     temperature: float = Field(default=1.0, gt=0)
-    """Divides the logits of student and teacher in divergences, and the student's in entropy; no effect on
-    cross_entropy."""
+    """Divides the logits of student and teacher in divergences, and the student's logits in entropy. No effect
+    on cross_entropy."""
     scale_by_temperature_squared: bool = False
     """Multiply divergences by the temperature squared. No effect at temperature 1."""
     tokens: Literal["completion", "all"] = "completion"
@@ -65,18 +65,18 @@ class ObjectiveConfig(_PartKeys):
     averaged over layers. 0: off. The model's own router_aux_loss_coef is ignored."""
     hidden: list[HiddenPairConfig] = Field(default=[])
     """Additional losses between hidden states: a list such as [{student: 5, teacher: 11, loss: cosine, scale: 0.1}].
-    A trained matrix maps the student's width to the teacher's width. Needs a teacher in the student's pipeline
-    stages. docs/objective.md explains the keys."""
+    A trained matrix maps the student's width to the teacher's width. Needs a teacher that runs in the student's
+    pipeline stages. docs/objective.md explains the keys."""
     by_origin: ByOriginConfig | None = None
     """An objective for each origin, such as {dataset: skew_forward_kl(0.1), student: skew_reverse_kl(0.1)}. Needs the
     section rollout."""
     chunk_tokens: int | None = Field(default=None, ge=1)
-    """Rows of a logits tile, the part of the logits that is in memory at a time. Affects memory and speed, never the
-    loss. null: chosen by a memory budget."""
+    """Tokens of a tile of logits; one tile at a time is in memory. Affects memory and speed, never the loss. null:
+    chosen by a memory budget."""
     kernels: Literal["auto", "compiled", "triton"] = "auto"
-    """How a GPU computes the objective beside its matrix products. auto: with Triton kernels if they support the
-    loss and pass a proof against float64 at the first step, otherwise with torch.compile. compiled: only with
-    torch.compile. triton: like auto, but a failed proof ends the run. No effect on a CPU."""
+    """How a GPU computes all operations of the objective except matrix products. auto: with Triton kernels if they
+    support the loss and agree with float64 at the first step, otherwise with torch.compile. compiled: with
+    torch.compile. triton: like auto, but kernels that do not agree end the run. No effect on a CPU."""
 
     @property
     def losses(self) -> dict[str, str]:

@@ -24,7 +24,7 @@ def load_config(
     defaults: Layer | None = None,
     settings: Layer | None = None,
 ) -> RunConfig:
-    """The configuration of a run from four layers: defaults, file, settings, overrides. A later layer has precedence.
+    """Return a run's configuration. The layers are defaults, file, settings, overrides; later ones have precedence.
 
     path: the YAML file, or None.
     overrides: texts such as `train.learning_rate=2e-5`, with YAML values. A repeated key gets its last value.
@@ -48,12 +48,12 @@ def load_config(
 
 
 def dump_config(config: Section) -> str:
-    """All keys as YAML, from which `load_config` reads an equal configuration."""
+    """Write all keys as YAML, from which `load_config` reads an equal configuration."""
     return write_yaml(config.model_dump(mode="json"))
 
 
 def dotted_values(config: Section) -> dict[str, Any]:
-    """The values by dotted key. A section within a section is one value."""
+    """Return the values by dotted key. A section within a section is one value."""
     values: dict[str, Any] = {}
     for section, content in config.model_dump(mode="json").items():
         is_section = isinstance(content, dict)
@@ -95,7 +95,7 @@ def _read_overrides(overrides: Sequence[str]) -> Layer:
 def _read_override(override: str) -> Layer:
     key, sign, text = override.partition("=")
     if key.startswith(("+", "~")):
-        raise ConfigError(key, f"Hydra's signs + and ~ have no meaning here{_without_sign(key)}")
+        raise ConfigError(key, f"Hydra's signs + and ~ are not supported{_without_sign(key)}")
     if not sign:
         raise ConfigError(None, f"override {override!r}: expected key=value, such as train.learning_rate=2e-5")
     _check_key(key)
@@ -120,7 +120,7 @@ def _check_key(key: str) -> None:
 
 
 def _without_sign(key: str) -> str:
-    """The replacement for a key with Hydra's sign + (add the key) or ~ (remove the key)."""
+    """Return a hint with the replacement for a key with Hydra's sign + (add the key) or ~ (remove the key)."""
     bare = key.lstrip("+~")
     try:
         _check_key(bare)
@@ -131,7 +131,7 @@ def _without_sign(key: str) -> str:
     field = {**value_fields(RunConfig), **RunConfig.model_fields}.get(bare)
     if field is not None and field.default is None:
         return f": write {bare}=null"
-    return f": take {bare} out of the file, and its default is used"
+    return f": remove {bare} from the file, so that its default is used"
 
 
 def _merge(below: Layer, above: Layer, prefix: str = "") -> Layer:

@@ -18,7 +18,7 @@ from stillhouse.config.servers import ServerKind, reward_kinds
 _WEIGHT = re.compile(r"(?P<weight>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?) ?\* ?(?P<rest>.*)", re.DOTALL)
 
 
-#: the part that the sample's object of a class in rollout.environment or rollout.tools computes
+#: the part that a method reward() computes; its class is in rollout.environment or rollout.tools
 OBJECT_REWARD = "environment"
 
 
@@ -52,12 +52,12 @@ def reward_parts(reward: str | None) -> list[RewardSummand]:
 
 
 def has_part_of_object(reward: str | None) -> bool:
-    """Whether the sample's object computes a part of a valid reward."""
+    """Whether `OBJECT_REWARD` is a part of a valid reward."""
     return any(part.name == OBJECT_REWARD for part in reward_parts(reward))
 
 
 def part_names(reward: str | None) -> list[str]:
-    """Short and different names for the parts of a sum: the name of the function, or host and path of the server.
+    """Return short and different names for the parts of a sum: the function's name, or the server's host and path.
 
     The second part with the same name gets the number 2, and so on. The result is empty if the reward is not a sum.
     """
@@ -85,7 +85,7 @@ def _part(text: str) -> RewardSummand:
 
 
 def _checked_reward(reward: Any) -> Any:
-    if isinstance(reward, list) and reward and all(isinstance(part, str) for part in reward):  # as in other tools
+    if isinstance(reward, list) and reward and all(isinstance(part, str) for part in reward):  # as in TRL
         raise ValueError(f"got {reward}, expected one text: the weighted sum of the rewards, {' + '.join(reward)!r}")
     if not (isinstance(reward, str) and reward):
         return reward  # `Text` refuses it

@@ -40,7 +40,7 @@ class Rule:
     has_no_effect: bool = False
 
     def mistakes(self, config: RunConfig) -> Iterator[ConfigError]:
-        """The errors of a configuration that breaks this rule; there may be one per teacher and source of prompts."""
+        """Yield the errors of a configuration that breaks this rule, up to one per teacher and source of prompts."""
         for rule in self._for_teachers(config.teacher_sections):
             by_source: list[tuple[str, ConfigError | None]] = []
             for source_rule, variant in rule._for_sources(config):
@@ -55,9 +55,9 @@ class Rule:
             yield from (mistake for _, mistake in by_source if mistake is not None)
 
     def _for_sources(self, config: RunConfig) -> list[tuple["Rule", RunConfig]]:
-        """For each source of prompts, the rule with the keys that the source sets, and the source's configuration.
+        """Return, for each source of prompts, the rule with the source's full keys, and the source's configuration.
 
-        The result is only this rule if no source can set a key of the rule, or if there are no such sources.
+        If no source can set a key of the rule, or the run has no rollouts, the result is this rule and `config`.
         """
         if not any(key.removeprefix("rollout.") in PromptConfig.model_fields for key in self.keys):
             return [(self, config)]
@@ -69,7 +69,7 @@ class Rule:
         return variants or [(self, config)]
 
     def _for_teachers(self, sections: Iterable[str]) -> list["Rule"]:
-        """A copy of the rule for each teacher, with the key of the teacher's section in place of `teacher.`."""
+        """Return a copy of the rule for each teacher, with the key of its section in place of `teacher.`."""
         if not any(_TEACHER_PREFIX.match(key) for key in self.keys):
             return [self]
         is_of_several = any(key.startswith(NAMED) for key in self.keys)
@@ -99,7 +99,7 @@ class Rule:
 
 
 def excludes(key: str, *others: str, expected: str = "", because: str = "") -> Rule:
-    """A rule: `key` must not be set if one of the other keys is set. Without other keys, it must never be set.
+    """Return the rule that `key` must not be set if one of the other keys is set, or never if there are no others.
 
     A key is set if its value is neither the default nor null. `key=value` is set if the key has this value.
     """
@@ -116,7 +116,7 @@ def excludes(key: str, *others: str, expected: str = "", because: str = "") -> R
 
 
 def needs(key: str, *others: str) -> Rule:
-    """A rule: `key` must have its default unless one of the other keys is set."""
+    """Return the rule that `key` must have its default if all other keys are null."""
     return Rule(
         (key, *others),
         lambda value, *values: value != default(key) and all(other is None for other in values),

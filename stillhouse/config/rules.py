@@ -28,10 +28,10 @@ RULES: tuple[Rule, ...] = (
     excludes(
         "teacher.parallel",
         "teacher.cross_tokenizer",
-        because="every process that needs signals holds the whole teacher",
+        because="each process that needs signals then holds the whole teacher",
     ),
     *(
-        excludes(f"teacher.parallel.{key}", expected=f"parallel.{key} in its place", because="it is of both models")
+        excludes(f"teacher.parallel.{key}", expected=f"parallel.{key} in its place", because="both models have it")
         for key in ("gather_dtype", "offload")
     ),
     *(excludes(f"teacher.parallel.{key}") for key in ("engine", "sequence")),
@@ -42,25 +42,25 @@ RULES: tuple[Rule, ...] = (
             yaml_value(default(f"teacher.{key}")),
             f"the teacher is the student without its adapter, {why}",
         )
-        for key, why in (("cross_tokenizer", "and has its tokenizer"), ("offload", "and stays with it"))
+        for key, why in (("cross_tokenizer", "and has the same tokenizer"), ("offload", "and shares its weights"))
     ),
     # several teachers
-    excludes("teachers", "teacher", expected="null with teacher, or all teachers under teachers, each by a name"),
+    excludes("teachers", "teacher", expected="either teacher, or teachers with all teachers by name"),
     Rule(
         (f"{NAMED}prefix", f"{NAMED}student"),
         lambda prefix, student: prefix is None and student == "live",
         "a text",
-        "without a prefix, this teacher equals the student",
+        "without a prefix, this teacher has the same distributions as the student",
     ),
-    excludes("teachers.sum", "teachers.route", because="every document has one teacher"),
+    excludes("teachers.sum", "teachers.route", because="with a route, every document has only one teacher"),
     excludes(
         f"{NAMED}temperature",
         "teachers.sum=distributions",
-        expected="null, and objective.temperature",
-        because="the sum has one divergence",
+        expected="null, and the temperature in objective.temperature",
+        because="there is one divergence, from the sum of all distributions",
     ),
-    excludes(f"{NAMED}cross_tokenizer", "teachers.sum=distributions", because="distributions are exact"),
-    excludes(f"{NAMED}signal", "teachers.sum=distributions", because="the sum needs the whole vocabulary"),
+    excludes(f"{NAMED}cross_tokenizer", "teachers.sum=distributions", because="the sum needs exact distributions"),
+    excludes(f"{NAMED}signal", "teachers.sum=distributions", because="the sum needs the full distributions"),
     # rollouts
     excludes(
         "rollout.engine=transformers",
@@ -88,14 +88,14 @@ RULES: tuple[Rule, ...] = (
     needs("rollout.token_variable", "rollout.url"),
     excludes("rollout.weights", "rollout.writer=teacher", because="only the student's weights change"),
     *(
-        excludes(second, first, expected="one of them", because="each of them decides what follows a turn")
+        excludes(second, first, expected="only one of these keys", because="each of them replies to turns")
         for first, second in combinations(ENVIRONMENTS, 2)
     ),
     Rule(
         ("rollout.reward", *ENVIRONMENTS),
         lambda reward, *environments: has_part_of_object(reward) and environments.count(None) == len(environments),
         f"a class with a method reward in {enumerated(ENVIRONMENTS, 'or')}",
-        "environment stands for the result of this method",
+        "the part environment of a reward is the result of this method",
     ),
     needs("rollout.max_turns", *ENVIRONMENTS),
     Rule(
@@ -106,7 +106,7 @@ RULES: tuple[Rule, ...] = (
             and all(part.is_server for part in reward_parts(reward))
         ),
         "0",
-        f"it has an effect only with a function in rollout.reward, with {enumerated(ENVIRONMENTS, 'or')}",
+        f"it has an effect only with a function in rollout.reward, or with {enumerated(ENVIRONMENTS, 'or')}",
         has_no_effect=True,
     ),
     *(
@@ -120,7 +120,7 @@ RULES: tuple[Rule, ...] = (
     ),
     needs("rollout.advantage", "rollout.reward"),
     needs("rollout.deviation", "rollout.reward"),
-    excludes("rollout.deviation", "rollout.advantage=centered", because="only normalized divides by it"),
+    excludes("rollout.deviation", "rollout.advantage=centered", because="centered divides by no deviation"),
     excludes(
         "rollout.samples_per_prompt=1",
         "rollout.reward",
@@ -132,28 +132,28 @@ RULES: tuple[Rule, ...] = (
             (f"{section}.max_new_tokens", "data.max_tokens"),
             lambda new_tokens, max_tokens: new_tokens > max_tokens - 2,
             "at most data.max_tokens - 2, or a larger data.max_tokens",
-            "more leaves no room for a prompt of two tokens",
+            "a prompt needs room for two tokens",
         )
         for section in ("rollout", "eval.prompts")
     ),
-    excludes("rollout.discount", "parallel.context", because="context parallelism divides completions"),
+    excludes("rollout.discount", "parallel.context", because="context parallelism divides each completion"),
     Rule(
         ("objective.loss", "parallel.context"),
         lambda loss, context: bool(re.search(r"\bratio\s*=\s*sequence\b", loss)) and (context or 1) > 1,
         "ratio=token, or parallel.context=1",
-        "context parallelism divides completions",
+        "context parallelism divides each completion",
     ),
-    excludes("objective.tokens", "rollout", because="rollouts train on completions"),
+    excludes("objective.tokens", "rollout", because="a run with rollout trains only on completions"),
     excludes("teacher.cross_tokenizer", "rollout"),
     # an objective for each origin
     Rule(
         ("objective.by_origin", "rollout"),
         lambda by_origin, rollout: by_origin is not None and rollout is None,
-        "null, and its objective as objective.loss",
-        "without rollout, all documents are the dataset's",
+        "null, and the objective in objective.loss",
+        "without rollout, all documents are from the dataset",
     ),
-    excludes("objective.loss", "objective.by_origin", because="it has no effect beside it"),
-    excludes("objective.by_origin", "teachers", because="metrics are named by origins or by teachers"),
+    excludes("objective.loss", "objective.by_origin", because="the objectives of the origins replace it"),
+    excludes("objective.by_origin", "teachers", because="metrics have the name of an origin or of a teacher"),
     *(
         Rule(
             ("objective.by_origin.dataset", "rollout.share"),
@@ -161,7 +161,7 @@ RULES: tuple[Rule, ...] = (
                 share is not None and (loss is not None) == is_given and (share == 1) == is_given
             ),
             "an objective with rollout.share below 1, and null with rollout.share=1",
-            "the other completions of a step are the dataset's",
+            "a step has completions of the dataset only with a share below 1",
             has_no_effect=is_given,
         )
         for is_given in (True, False)
@@ -170,8 +170,8 @@ RULES: tuple[Rule, ...] = (
         Rule(
             (f"objective.by_origin.{origin}", "rollout.writer"),
             lambda loss, writer, origin=origin: writer is not None and (loss is None) != (writer != origin),
-            f"an objective with rollout.writer={origin}, and null otherwise",
-            "rollout.writer alone generates completions",
+            f"an objective with rollout.writer={origin}, and null with another writer",
+            "only the model of rollout.writer generates completions",
         )
         for origin in ("student", "teacher")
     ),
@@ -183,7 +183,7 @@ RULES: tuple[Rule, ...] = (
             and any(source.name is not None or source.rollout is not None for source in sources)
         ),
         "sources without name and rollout, or the section rollout",
-        "they are of prompts",
+        "these keys are for prompts",
     ),
     Rule(
         ("data.train", "rollout"),
@@ -195,8 +195,8 @@ RULES: tuple[Rule, ...] = (
                 or not all(is_source_name(source.shown_name) for source in sources)
             )
         ),
-        "a different name for every source (letters, digits, _ and -, a letter first, not reward)",
-        "metrics are named by sources, and a file's own name is not always enough",
+        "a different name for every source (a letter, then letters, digits, _ and -; not reward)",
+        "metrics contain this name, which is by default that of the file or folder",
     ),
     # evaluations, and the best checkpoint
     Rule(
@@ -214,12 +214,12 @@ RULES: tuple[Rule, ...] = (
         ("checkpoint.greater_is_better", "checkpoint.best", "eval.callbacks"),
         lambda greater, best, callbacks: greater is None and is_of_callback(best) and bool(callbacks),
         "true or false",
-        "the metric is one of yours",
+        "only you know which value of your metric is better",
     ),
     Rule(
         ("checkpoint.best", "data.eval"),
         lambda best, sets: set_of(best) is not None and (not isinstance(sets, dict) or set_of(best) not in sets),
-        "a metric of a set with a name in data.eval",
+        "a metric of a set that data.eval names",
     ),
     Rule(
         ("checkpoint.best", "eval.tasks"),
@@ -227,7 +227,7 @@ RULES: tuple[Rule, ...] = (
             (best or "").startswith("eval/exact_match/")
             and not any(best.endswith(f"/{text.partition('(')[0]}") for text in tasks)
         ),
-        "its task in eval.tasks",
+        "the task of this metric in eval.tasks",
     ),
     Rule(
         ("checkpoint.best", "data.eval", "teacher", "teachers"),
@@ -238,7 +238,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("eval.samples", "data.eval", "eval.prompts"),
         lambda samples, source, prompts: samples > 0 and source == 0 and prompts is None,
-        "held-out data to take prompts from, or the section eval.prompts",
+        "0, held-out documents in data.eval, or the section eval.prompts",
     ),
     Rule(
         ("checkpoint.best", "eval.prompts"),
@@ -248,19 +248,19 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("checkpoint.best", "eval.prompts.reward"),
         lambda best, reward: best == "eval/prompts/reward" and reward is None,
-        "a metric of this run, or a function as eval.prompts.reward",
+        "a metric of this run, or a reward in eval.prompts.reward",
     ),
     Rule(
         ("checkpoint.best", "teacher", "teachers"),
         lambda best, *teachers: best == "eval/prompts/reverse_kl" and not any(teachers),
-        "a metric of this run, which has no teacher",
+        "a metric that needs no teacher",
     ),
     excludes("eval.prompts", "teacher.cross_tokenizer"),
     Rule(
         ("eval.prompts.reward", "rollout"),
         lambda reward, rollout: has_part_of_object(reward) and rollout is None,
         "functions and servers, or the section rollout with an environment or tools",
-        "environment stands for the reward that their object gives",
+        "the part environment of a reward is the result of their method reward",
     ),
     Rule(
         ("data.cache", "out"),
@@ -268,21 +268,21 @@ RULES: tuple[Rule, ...] = (
             cache not in (None, "auto") and Path(os.path.abspath(cache)).is_relative_to(os.path.abspath(out))
         ),
         "a folder outside of out",
-        "out is empty when a run begins",
+        "out must be empty when a run begins",
     ),
     # the student's first weights
-    excludes("student.init", "student.adapter", because="an adapter needs its base's own weights"),
-    excludes("student.init", "student.mtp", because="a run with MTP layers begins with the student of one without"),
+    excludes("student.init", "student.adapter", because="an adapter needs the weights of student.model"),
+    excludes("student.init", "student.mtp", because="MTP layers need the trained student of an earlier run"),
     Rule(
         ("student.init.from", "teacher"),
         lambda source, teacher: source == "teacher" and (teacher is None or teacher.model is None),
-        "random, or teacher.model, the teacher's files",
+        "random, or a section teacher with the key model",
     ),
     excludes(
         "student.init.from=teacher",
         "teacher.cross_tokenizer",
         expected="random",
-        because="the teacher's embedding belongs to other tokens",
+        because="the teacher's embedding is for another vocabulary",
     ),
     # the student's trained parts
     excludes("student.train", "student.adapter", because="only the adapter is trained"),
@@ -290,7 +290,7 @@ RULES: tuple[Rule, ...] = (
         ("student.quantize", "student.adapter"),
         lambda kind, adapter: kind is not None and adapter is None,
         "null, or student.adapter",
-        "rounded weights cannot be trained",
+        "quantized weights cannot be trained",
     ),
     excludes("student.train", "student.mtp"),
     # steps and batches
@@ -324,7 +324,7 @@ RULES: tuple[Rule, ...] = (
             key,
             "train.precision=fp32",
             expected="null, or train.precision=bf16",
-            because="fp32 computes in the weights' own dtype",
+            because="with fp32, layers compute in the dtype of the weights",
         )
         for key in ("parallel.gather_dtype", "train.residual_dtype")
     ),
@@ -332,7 +332,7 @@ RULES: tuple[Rule, ...] = (
         "train.compile", "parallel.tensor", "parallel.expert", because="torch cannot compile layers with DTensors"
     ),
     *(
-        excludes("train.compile", f"{model}.quantize", because="its layers have no plain weights")
+        excludes("train.compile", f"{model}.quantize", because="quantized layers have no plain weights")
         for model in ("student", "teacher")
     ),
     *(

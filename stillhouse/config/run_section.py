@@ -39,11 +39,11 @@ class RunConfig(Section):
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$", examples=["auto", "cpu", "mps", "cuda", "cuda:1"]
     )
-    """The device to compute on. auto: a CUDA device if there is one, else Apple's GPU (mps, for one process), else
+    """The device to compute on. auto: a CUDA device if there is one, otherwise Apple's GPU (mps, one process), or
     the CPU."""
     deterministic: bool = False
     """Use only deterministic algorithms, so that a resumed run on a GPU equals an uninterrupted run bit for bit. This
-    is slower. No effect on a CPU, where it always holds."""
+    is slower. No effect on a CPU, where a resumed run always equals an uninterrupted run."""
 
     @property
     def several(self) -> dict[str, NamedTeacherConfig]:
@@ -65,7 +65,7 @@ class RunConfig(Section):
         return by_source or [self.rollout]
 
     def rollout_key(self, source: int, name: str) -> str:
-        """The full key that sets a key of rollout for the prompts of a source of data.train.
+        """Return the full key that sets a key of rollout for the prompts of a source of data.train.
 
         source: the number of the source, from 0.
         """
@@ -74,7 +74,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _rollouts_minimise_reverse_kl(cls, content: Any) -> Any:
-        """Set the default loss for training on the student's own completions: reverse_kl."""
+        """Set the default loss of a run with the section rollout: reverse_kl."""
         if not isinstance(content, Mapping) or content.get("rollout") is None:
             return content
         objective = content.get("objective", {})

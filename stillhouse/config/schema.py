@@ -1,4 +1,4 @@
-"""The keys of the configuration, and descriptions of their accepted values, from the classes of the sections."""
+"""Reads the keys of the configuration and their accepted values from the classes of the sections."""
 
 import json
 from typing import Any, get_args, get_origin, get_type_hints
@@ -25,7 +25,7 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def item_section(field: FieldInfo) -> type[Section] | None:
-    """The class of the items if a field is or may be a list of sections, otherwise None."""
+    """The class of the items if a field accepts a list of sections, otherwise None."""
     lists = [kind for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) is list]
     kinds = [kind for annotation in lists for kind in get_args(annotation)]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
@@ -96,7 +96,7 @@ def _options(schema: Schema) -> list[str]:
         case {"items": items}:
             return [f"list of {accepted_values(items)}"]
         case {"additionalProperties": values}:
-            return [f"names with {accepted_values(values)} each"]
+            return [f"mapping of names to {accepted_values(values)}"]
     raise AssertionError(f"no words for {schema} in the configuration")
 
 

@@ -19,7 +19,7 @@ from pydantic_core.core_schema import CoreSchema, literal_schema
 from stillhouse.config.errors import ConfigError
 from stillhouse.registry import distribution, load, registered
 
-#: how the object of an entry point begins if it is in this project; a fork may have another distribution name
+#: the beginnings of this project's own entry points. The distribution is not compared: a fork may rename it
 _OWN = ("stillhouse.", "stillhouse:")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 #: a parameter of an address whose value is a secret
@@ -34,7 +34,7 @@ Removed = Mapping[str, tuple[Any, str]]
 
 @dataclass(frozen=True)
 class Registered:
-    """Annotates a text as the name of a registered add-on. group: the group of entry points. others: more names."""
+    """Annotates a text as the name of a registered add-on. group: its entry points. others: more valid names."""
 
     group: str
     others: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class Section(BaseModel):
     @classmethod
     def _without_removed_keys(cls, content: Any) -> Any:
         for name, (default, _) in cls.removed.items():
-            if isinstance(content, dict) and name in content:  # config.yaml of an earlier run contains all keys
+            if isinstance(content, dict) and name in content:  # config.yaml of an earlier run has all keys
                 content = dict(content)
                 if content.pop(name) != default:
                     raise cls.removed_key(name)
@@ -81,7 +81,7 @@ class Section(BaseModel):
 
     @classmethod
     def removed_key(cls, key: str) -> ConfigError:
-        """The error for a key of this section that is in `removed`."""
+        """Return the error for a key of this section that is in `removed`."""
         _, reason = cls.removed[key.rpartition(".")[2]]
         return ConfigError(key, f"does not exist any more: {reason}; leave it out")
 
@@ -111,7 +111,7 @@ def _checked_urls(urls: str | list[str] | None) -> str | list[str] | None:
 def checked_address(
     url: str, expected: str, token_key: str, schemes: Collection[str] = ("http", "https")
 ) -> SplitResult:
-    """The parts of an address.
+    """Check an address, and return its parts.
 
     expected: the valid form, for the error.
     token_key: the key for tokens, for the error.
@@ -127,7 +127,7 @@ def checked_address(
     if "@" in url or _SECRET_PARAMETER.search(url):
         raise ValueError(
             f"got an address with a user, a password or a key, which would be written to files: expected the address "
-            f"without it, and the name of an environment variable with the token as {token_key}"
+            f"alone, and in {token_key} the name of an environment variable that contains the token"
         )
     if not is_address or parts.fragment or " " in url or not url.isprintable():
         raise ValueError(f"got {url!r}, expected {expected}")
@@ -194,5 +194,5 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Urls = Annotated[Text | list[Text] | None, AfterValidator(_checked_urls)]
 #: a Python function of the user: package.module:function
 FunctionPath = Annotated[Text, AfterValidator(checked_function)]
-#: one such function, a list of such functions, or None
+#: a Python function of the user, a list of such functions, or None
 FunctionPaths = Annotated[Text | list[Text] | None, AfterValidator(_checked_functions)]

@@ -1,4 +1,4 @@
-"""The kinds of servers for signals, completions and rewards, and the servers' bearer tokens; without torch.
+"""The kinds of servers for signals, completions and rewards, and the servers' bearer tokens. Needs no torch.
 
 The kinds of servers register in the group `stillhouse.servers`. The name of an entry is also the value of
 `teacher.api` and `rollout.engine`. A configuration names the environment variable with a token, never the token.
@@ -68,14 +68,14 @@ ApiName = Annotated[str, Registered(GROUP, ("auto",))]
 #: the generator of completions: the student in the job, or servers
 EngineName = Annotated[str, Registered(GROUP, ("transformers",))]
 
-#: the variable for `stillhouse serve`, and for all servers of a run without their own variable
+#: the default environment variable of the token, for `stillhouse serve` and for a run's servers
 TOKEN_VARIABLE = "STILLHOUSE_TOKEN"
 _VARIABLE, _TOKEN = re.compile("[A-Z_][A-Z0-9_]*"), re.compile(r"[\x21-\x7e]+")
 
 
 def _checked_variable(name: str) -> str:
     if not _VARIABLE.fullmatch(name):  # the value may be the token itself, so no message may show it
-        raise ValueError("expected the name of an environment variable in capitals, such as TEACHER_TOKEN; no token")
+        raise ValueError("expected an environment variable in capitals, such as TEACHER_TOKEN, not the token")
     return name
 
 
@@ -86,7 +86,7 @@ RewardTokens = dict[Annotated[str, Field(min_length=1)], VariableName]
 
 
 def server_token(key: str, variable: str | None) -> str | None:
-    """The token in this variable. If `variable` is None, the token in `TOKEN_VARIABLE`, or None if that is not set.
+    """Return the token in an environment variable. Without a name, return that in `TOKEN_VARIABLE`, if it is set.
 
     key: the key that names the variable, for messages.
 
@@ -98,6 +98,6 @@ def server_token(key: str, variable: str | None) -> str | None:
     if not token and variable is None:
         return None
     if not _TOKEN.fullmatch(token):
-        wrong = "has spaces, line breaks or other characters that no token has" if token else "is not set"
+        wrong = "has spaces, line breaks or other characters that a token cannot have" if token else "is not set"
         raise ValueError(f"{key}: the environment variable {name} {wrong}")
     return token

@@ -46,21 +46,21 @@ class MtpConfig(Section):
     depths: int = Field(default=1, ge=1)
     """The number of layers. Layer k predicts the k-th token after the next token."""
     objective: Text | None = None
-    """The loss of every depth, in the grammar of objective.loss and at objective.temperature. null:
+    """The loss of every layer, in the grammar of objective.loss and at objective.temperature. null:
     objective.loss."""
     signal: Literal["teacher", "student"] = "teacher"
-    """The target distribution of the depths. teacher: the teacher's distribution of the same token. student: the
-    student's own distribution, without gradients; in speculative decoding, it decides whether drafts are accepted. No
-    effect on cross_entropy."""
+    """The target distribution of the layers. teacher: the teacher's distribution of the same token. student: the
+    student's own distribution, without gradients; in speculative decoding, it determines whether drafts are accepted.
+    No effect on cross_entropy."""
     scale: float = Field(default=0.3, gt=0)
-    """Factor of the depths' loss: the step's loss is the student's loss plus scale times the sum over the depths.
+    """Coefficient of the layers' losses: the step's loss is the student's loss plus scale times their sum.
     With train=heads, AdamW cancels this factor, but train.clip does not."""
     train: Literal["all", "heads"] = "all"
     """all: the student and the layers are trained together; heads: only these layers are trained, and
     the student is frozen."""
     init: Literal["auto", "new"] = "auto"
-    """auto: the layers of the student's checkpoint if its configuration has their number (num_mtp_layers), otherwise
-    new layers. new: newly initialised layers."""
+    """auto: the layers in the files of student.model if config.json has their number (num_mtp_layers), otherwise new
+    layers. new: newly initialised layers."""
 
 
 # `from` is a keyword of Python, so it cannot be a field name in a class statement
@@ -72,7 +72,7 @@ _From = create_model(
             Literal["teacher", "random"],
             Field(
                 description="teacher: embedding, final norm, head and some layers of teacher.model. random:"
-                " initialised by the seed, as the model's family does."
+                " new random weights from the seed, initialised as in the model's family."
             ),
         )
     },
@@ -101,7 +101,7 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
         AfterValidator(_checked_layers),
     ] = None
     """The teacher's layers that are copied to the student, in this order: every k (0, k, 2k, …), first k, last k, or
-    a list of different numbers from 0 on. There must be as many as the student has layers. null: all layers. No
+    a list of different numbers from 0 on. Their number must be the student's number of layers. null: all layers. No
     effect with from random."""
 
     @property
@@ -110,7 +110,7 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
         return str(getattr(self, "from"))
 
     def chosen(self, count: int) -> list[int]:
-        """The numbers of the layers to copy from a teacher with `count` layers. Too large numbers are not refused."""
+        """Return the numbers of the layers to copy from a teacher with `count` layers, unchecked."""
         if isinstance(self.layers, list):
             return self.layers
         which, _, k = (self.layers or "every 1").partition(" ")

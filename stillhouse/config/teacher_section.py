@@ -17,8 +17,8 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 if TYPE_CHECKING:
     _SourceKeys = Section
-else:  # other distributions can register sources, which have keys with texts
-    _SourceKeys = keys_of_add_ons(GROUP, "teacher", PathText | None, "A source of signals of {distribution}.")
+else:  # other distributions can register sources; each source is a key of this section, with a text as value
+    _SourceKeys = keys_of_add_ons(GROUP, "teacher", PathText | None, "A source of signals from {distribution}.")
 
 
 class TeacherConfig(ModelConfig, _SourceKeys):
@@ -28,33 +28,33 @@ class TeacherConfig(ModelConfig, _SourceKeys):
     """
 
     model: PathText | None = Field(default=None, examples=["Qwen/Qwen3-8B"])
-    """Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer. With url, it is needed
-    for hidden states if the server does not offer its tokenizer and output head, which are then read from here."""
+    """Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer. With url and hidden
+    states, the tokenizer and output head are read from this model if the server does not offer them."""
     cache: PathText | None = None
     """A folder that `stillhouse cache` has written. The teacher's signals are read from it, and no teacher runs;
     teacher.model is then left out."""
     url: Urls = Field(default=None, examples=["http://10.0.0.7:8000"])
-    """The address of a server of the teacher (its kinds: see api), or a list of addresses."""
+    """The address of a server that runs the teacher, or a list of addresses. See api for the kinds of servers."""
     token_variable: VariableName | None = Field(default=None, examples=["TEACHER_TOKEN"])
     """The environment variable with the bearer token of the servers at url. null: STILLHOUSE_TOKEN, if it is set. If
-    the run also has servers of another model, set token_variable for all of them and here, so that no server gets
-    another server's token."""
+    the run also has servers of another model, set token_variable in the section of each of these models, so that
+    no server gets another server's token."""
     api: ApiName = "auto"
     """The interface of the server at url. auto: detected."""
     signal: Literal["hidden", "top_k", "chosen", "sampled"] = "hidden"
     """The signal that is requested from the server. hidden: hidden states, which give the exact distribution at every
-    temperature. top_k: the teacher's top ids. chosen: the student's top ids with the teacher's scores. sampled:
-    samples from the teacher."""
+    temperature. top_k: the teacher's top ids. chosen: the teacher's log-probabilities of the student's top ids.
+    sampled: samples from the teacher."""
     cross_tokenizer: Annotated[Literal["gold"] | None, removed_value("uld", NO_GAIN, "gold or null")] = None
     """For a teacher with another tokenizer: how its distribution over the student's tokens is approximated. gold:
     merged probabilities of the spans of text on which both tokenizers agree. null: the teacher must have the
     student's tokenizer, and nothing is approximated."""
     top_k: int = Field(default=64, ge=1)
-    """The number of ids per token for top_k and chosen, and of samples per token for sampled. With cross_tokenizer,
-    the number of the teacher's top ids per token."""
+    """The number of ids per token for the signals top_k and chosen, and of samples per token for sampled. With
+    cross_tokenizer, the number of the teacher's top ids per token."""
     tail: Literal["bucket", "renormalize", "drop"] = "bucket"
     """The treatment of the mass outside of the ids of top_k and chosen. bucket: the mass is one more outcome.
-    renormalize: both distributions are conditioned on the ids. drop: the sum is only over the ids."""
+    renormalize: both models are conditioned on the ids. drop: the divergence is summed only over the ids."""
     timeout: float = Field(default=600.0, gt=0)
     """Seconds without an answer from any server after which the run saves a checkpoint and stops. A single request is
     given up after a quarter of this time and sent again."""
@@ -63,10 +63,10 @@ class TeacherConfig(ModelConfig, _SourceKeys):
     if teacher.model is a folder with at most 1 GiB of weights. always: for any size. All other checks are always
     made."""
     prove_every: int = Field(default=0, ge=0)
-    """The number of steps, and of parts of evaluations, between two checks that the servers still send the same
+    """The number of steps, and of reads in evaluations, between two checks that the servers still send the same
     signals as at the start. 0: only at the start, and when a server that sends no hash of its weights returns."""
     accept: list[Literal["chat_template", "eos"]] = Field(default=[])
-    """The accepted differences of the server's tokenizer from the student's: another chat template, another EOS."""
+    """The parts in which the server's tokenizer may differ from the student's: the chat template, the EOS token."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """The dtype of the weights, in which the layers also compute. auto: the dtype of the saved weights. With url, it
     is the dtype of the output head and of the hidden states that are sent."""
@@ -74,7 +74,7 @@ class TeacherConfig(ModelConfig, _SourceKeys):
     """Weights of the teacher's linear layers in 8 bits (int8) or 4 bits (nf4), made while the model is loaded;
     embedding and head keep dtype. fp8: weights and inputs of the products in 8-bit floating point; it needs dtype
     bfloat16 and a GPU of compute capability 8.9 or later. Needs `stillhouse[low-bit]` and a run of one process; for
-    several, serve the teacher with `stillhouse serve --quantize`. null: not quantized."""
+    a run of several processes, serve the teacher with `stillhouse serve --quantize`. null: not quantized."""
     offload: bool = False
     """Keep the teacher's layers in host memory, except while they run. In one process, all layers are moved to the
     device once per step, for all micro-batches. Under torchrun, FSDP gathers the layers one by one; this needs
@@ -125,7 +125,7 @@ class TeacherConfig(ModelConfig, _SourceKeys):
 
 
 class NamedTeacherConfig(TeacherConfig):
-    """One of several teachers. It has the keys of `teacher` and more; `student` is one more source of signals."""
+    """One of several teachers. It has the keys of `teacher` and more; `student` is a further source of signals."""
 
     student: Literal["live", "ema"] | None = None
     """The student as its own teacher, in eval mode and without gradients. live: with its present weights; this needs

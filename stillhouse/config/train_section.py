@@ -28,11 +28,11 @@ class TrainConfig(Section):
     epochs: float | None = Field(default=1.0, gt=0)
     """The number of passes over the data; it may be fractional. It is null if steps is set."""
     steps: int | None = Field(default=None, ge=1)
-    """The number of optimizer steps, instead of epochs. null: the number that epochs needs."""
+    """The number of optimizer steps, instead of epochs. null: the number that follows from epochs."""
     optimizer: Annotated[str, Registered("stillhouse.optimizers")] = "adamw"
     """muon: Muon for the matrices inside the layers (MTP layers and projectors too), AdamW for all other weights.
-    adafactor: needs at most half of AdamW's memory. adamw_8bit: AdamW with moments of 8 bits (needs
-    stillhouse[low-bit]). The last two work in one process and under pipeline stages."""
+    adafactor: at most half of AdamW's memory. adamw_8bit: AdamW with moments of 8 bits (needs
+    stillhouse[low-bit]). adafactor and adamw_8bit need a run of one process, or only pipeline stages."""
     learning_rate: float = Field(default=2e-5, gt=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -54,8 +54,8 @@ class TrainConfig(Section):
     clip: float | None = Field(default=1.0, ge=0)
     """Maximum norm of the whole gradient; a larger gradient is scaled down. 0 or null: off."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """bf16: the student's layers compute under bfloat16 autocast. fp32: in the weights' own dtype. auto: bf16 on GPUs
-    that have units for it, else fp32."""
+    """bf16: the student's layers compute under bfloat16 autocast. fp32: they compute in the dtype of the weights.
+    auto: bf16 on GPUs with bfloat16 units, otherwise fp32."""
     residual_dtype: Literal["bfloat16"] | None = None
     """The dtype of the student's hidden states between its layers, with precision bf16. bfloat16 halves the bytes of
     norms and additions, but rounds more. Layers of some families always return float32. null: the weights' dtype."""
@@ -65,8 +65,8 @@ class TrainConfig(Section):
     activation_checkpointing: bool = False
     """Recompute the layers in backward. This needs less memory, but about a third more time."""
     timeout: float = Field(default=600.0, gt=0)
-    """Seconds after which the job ends if a rank sends no heartbeat or a step starts no further micro-batch (both
-    only under torchrun), or if no server of rollout.url has loaded new weights."""
+    """Seconds after which the job ends if a rank sends no heartbeat or a step starts no further micro-batch (only
+    under torchrun), or if no server of rollout.url has loaded new weights."""
 
     @model_validator(mode="before")
     @classmethod

@@ -38,7 +38,7 @@ for _name in ("binary", "omap", "pairs", "set"):
 
 
 def read_yaml(text: str, source: str, *, numbered: bool = True) -> Any:
-    """The value of one YAML document; None for an empty document.
+    """Return the value of one YAML document; None for an empty document.
 
     Raises ConfigError with `source` (the file or the override) and, if `numbered`, the line.
     """
@@ -53,7 +53,7 @@ def read_yaml(text: str, source: str, *, numbered: bool = True) -> Any:
         with reading("a value does not fit its tag or is nested too deeply", passes=YAMLError):
             return yaml.load(text)
     except (YAMLError, ValueError) as error:
-        number: int | None = None  # of the line, from 0
+        number: int | None = None  # the number of the line, from 0
         problem = str(error).partition("\n")[0]
         if isinstance(error, MarkedYAMLError):
             problem = ", ".join(part for part in (error.context, error.problem) if part)
@@ -61,13 +61,13 @@ def read_yaml(text: str, source: str, *, numbered: bool = True) -> Any:
         elif isinstance(error, ReaderError):
             number = text[: error.position].count("\n")
         if isinstance(error, DuplicateKeyError):
-            problem = str(error.problem).partition(" with value ")[0]  # without the value, which is not parsed yet
+            problem = str(error.problem).partition(" with value ")[0]  # leave out the value, which is not parsed yet
         line = f":{number + 1}" if numbered and number is not None else ""
         raise ConfigError(None, message(f"{source}{line}: not valid YAML: {problem}")) from error
 
 
 def write_yaml(data: dict[str, Any]) -> str:
-    """`data` as block-style YAML, keys in their order."""
+    """Return `data` as block-style YAML; the order of the keys is kept."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False

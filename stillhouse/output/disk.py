@@ -34,8 +34,8 @@ def atomic_folder(final: Path, needed_bytes: int | None = None, *, exclusive: bo
     """Yield a temporary folder to write to; if the block ends without an error, flush it and rename it to `final`.
 
     needed_bytes: the number of bytes to write, if known, for the error message about a full disk.
-    exclusive: whether `final` is outside a run's folder. Then an existing temporary folder is not removed, because it
-        may belong to another process: ValueError is raised. If the block fails, the new temporary folder is removed.
+    exclusive: whether `final` is outside a run's folder. If so, an existing temporary folder raises ValueError,
+        because it may belong to another process. If the block fails, the new temporary folder is removed.
     """
     partial = final.with_name(final.name + UNFINISHED)
     with ExitStack() as stack, explained_write_errors(final, needed_bytes):
@@ -46,8 +46,8 @@ def atomic_folder(final: Path, needed_bytes: int | None = None, *, exclusive: bo
             partial.mkdir()
         except FileExistsError as error:
             raise ValueError(
-                f"{partial} exists: another process is writing there or was killed, or it has another purpose; "
-                "remove it, or choose another name"
+                f"{partial} exists: another process is writing to it or was killed, or it has another purpose; "
+                "remove this folder, or choose another name"
             ) from error
         if exclusive:
             stack.callback(shutil.rmtree, partial, ignore_errors=True)
@@ -98,7 +98,7 @@ def require_space(path: Path, needed_bytes: int, ranks: "Ranks") -> None:
 
 
 def hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The sha256 of each of these files in a folder; "" for a file that does not exist."""
+    """Return the sha256 of each of these files in a folder; "" for a file that does not exist."""
     return {name: file_hash(folder / name) if (folder / name).is_file() else "" for name in names}
 
 

@@ -1,4 +1,4 @@
-"""The run's folder: its lock, which lets only one process write to it, and its files.
+"""The run's folder: its lock, which lets only one process write to the folder, and these files:
 
 config.yaml  environment.json  data.json  metrics.jsonl  tokens.json  checkpoints/  hashes.json  model/  report.html
 On-policy runs also write timeline.jsonl and samples.jsonl. Runs with eval.samples or eval.prompts also write
@@ -80,7 +80,7 @@ class RunFolder:
 
 
 def init_run_dir(folder: RunFolder, config_yaml: str) -> None:
-    """Prepare the folder for this run. `candidates` must already have checked that the run may use it."""
+    """Prepare the folder for this run. `candidates` must already have accepted the folder for this run."""
     folder.path.mkdir(parents=True, exist_ok=True)
     # remove the unfinished files of a killed process before the first write, because they may fill the disk
     for path in [*folder.path.glob(f"*{UNFINISHED}"), *folder.checkpoints.glob(f"*{UNFINISHED}")]:
@@ -122,7 +122,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether a process that was killed may have left this file: a lock, or an unfinished file."""
+    """Whether this file can be from a killed process: a lock, or an unfinished file."""
     return path.name in (LOCK, WRITER) or path.name.endswith(UNFINISHED)
 
 
@@ -142,20 +142,20 @@ def require_intact_model(folder: RunFolder) -> str:
     wrong = [name for name, file_hash in actual.items() if file_hash != expected[name]]
     if wrong:
         raise ValueError(
-            f"{folder.model} is damaged: these files are not what was written: {', '.join(wrong[:5])}; remove "
+            f"{folder.model} is damaged: these files do not match their hashes: {', '.join(wrong[:5])}; remove "
             "that folder, and the same command writes the model again if the last checkpoint still exists"
         )
     return f"{len(actual)} files"
 
 
 def environment(objective: str, seed: int, device: torch.device) -> dict[str, Any]:
-    """The values outside the configuration that affect the results and the speed of a run."""
+    """Return the values outside the configuration that affect the results and the speed of a run."""
     versions, cpu = library_versions(), platform.processor()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
         cpu = next(names, cpu)
-    root, commit = Path(stillhouse.__file__).parents[1], None  # the commit of a source tree, "-dirty" if files differ
+    root, commit = Path(stillhouse.__file__).parents[1], None  # the git commit, with "-dirty" if files were changed
     if (root / ".git").exists():
         command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
         with suppress(FileNotFoundError):

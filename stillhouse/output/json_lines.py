@@ -71,7 +71,7 @@ def append(path: Path, file: FileIO, lines: bytes) -> None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        if file.write(lines) != len(lines):  # the disk had no space for the rest
+        if file.write(lines) != len(lines):  # the disk had no space for all bytes
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -104,7 +104,7 @@ def read_lines(path: Path, parse: Callable[[bytes, str], T], notes: list[str]) -
                 if raw.endswith(b"\n"):
                     raise
                 notes.append(
-                    f"The last line of {path.name} is incomplete and left out: the run was stopped while it wrote it."
+                    f"The last line of {path.name} is incomplete and left out: the run ended while writing it."
                 )
                 return
             yield where, offset, value
@@ -120,7 +120,7 @@ def read_objects(path: Path, notes: list[str]) -> Iterator[tuple[str, int, dict[
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file, or None if there is no file. Raises ValueError if no object can be read."""
+    """Return the JSON object in a file, or None if there is no file. Raises ValueError if it cannot be read."""
     if not path.is_file():
         return None
     with reading(f"{path}: cannot be read"):
@@ -179,7 +179,7 @@ def without_infinity(values: Mapping[str, float | None]) -> dict[str, float | No
 def read_metrics(path: Path) -> tuple[list[MetricsLine], list[str]]:
     """Return the lines of a metrics.jsonl, and notes for the page.
 
-    An incomplete last line without a newline is skipped, because a killed run may leave such a line.
+    An incomplete last line without a newline is skipped, because a killed run can leave such a line.
     """
     if not path.is_file():
         raise ValueError(f"{path.parent} contains no run: it has no metrics.jsonl. Give the `out` folder of a run.")

@@ -30,7 +30,7 @@ _PLAIN_EVERY = 10.0
 def open_log(
     folder: RunFolder, progress: Progress, steps: int, values: Mapping[str, Any], ranks: Ranks
 ) -> "RunLog | NoLog":
-    """The log of a run on rank 0; on all other ranks a `NoLog`, which writes nothing.
+    """Return the log of a run on rank 0, and on all other ranks a `NoLog`, which writes nothing.
 
     All processes must call this. Raises ValueError on all processes if the log or a tracker cannot be opened.
     """
@@ -80,7 +80,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         values: Mapping[str, Any] | None = None,
     ):
         self._path = folder.metrics
-        # before lines are removed from the log, because these lines show which steps the trackers already have
+        # the trackers are opened before lines of the log are removed, which show the steps that the trackers have
         self._trackers = open_trackers(folder, track, progress, values or {}, self.print_line)
         with explained_write_errors(self._path):
             # unbuffered, so that closing the file does not repeat a failed write
@@ -128,7 +128,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         if not self._bar.disable or (now - self._printed < _PLAIN_EVERY and step != self._steps):
             self._left_out += 1
             return
-        left_out = f" (steps not shown before it: {self._left_out})" if self._left_out else ""
+        left_out = f" (not shown: {self._left_out} steps before this step)" if self._left_out else ""
         self._printed, self._left_out = now, 0
         done, remaining = step - self._first - 1, "?"  # the first step does not count, because it compiles functions
         if done or step == self._steps:

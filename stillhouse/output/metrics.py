@@ -1,7 +1,7 @@
 """The metrics of a run as one table, metrics.toml, which the log, the report, trackers and warnings read.
 
-In a key of the table, {0} and {1} stand for names from the configuration: the name of a loss term, a task, a part of
-a reward, a held-out set or a source of prompts. A metric that is not in the table is reported under its key.
+In a key of the table, {0} and {1} are placeholders for names from the configuration: a loss term, a task, a part of a
+reward, a held-out set or a source of prompts. A metric that is not in the table is reported under its key.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Literal
 REWARD_PART = "rollout/reward/"
 #: the prefix of the keys for a task's share of right answers; the name of a task follows
 TASK = "eval/exact_match/"
-#: stands between a task's name and a length in the key of the metric for problems of this length
+#: separates a task's name from a length in the key of the metric for problems of this length
 LENGTH = "/length_"
 #: the scaled sum of the terms of the loss
 TOTAL = "loss/total_nats_per_token"
@@ -33,7 +33,7 @@ class Metric:
     reduction: the function that reduces the values of tokens, completions or calls to one value.
     log: whether the axis is logarithmic if the values span a large range. percent: whether a value is a share.
     figure: the format in the live line of a run; "" if the line does not show the metric.
-    warn_above: a run may warn if the value is larger.
+    warn_above: the limit for a warning of the run; larger values cause it.
     """
 
     key: str
@@ -49,7 +49,7 @@ class Metric:
     warn_above: float = math.inf
 
     def named(self, *names: str) -> "Metric":
-        """The metric with these names in its key, title and group."""
+        """Return the metric with these names in its key, title and group."""
         key, title, group = (text.format(*names) for text in (self.key, self.title, self.group))
         return replace(self, key=key, title=title.replace(LENGTH, ", length "), group=group)
 
@@ -63,7 +63,7 @@ def metric_table() -> tuple[Metric, ...]:
 
 @cache
 def matched(key: str) -> tuple[Metric, tuple[str, ...]] | None:
-    """The metric of a key and the names in the key; None if the table has no such metric.
+    """Return the metric of a key and the names in the key; None if the table has no such metric.
 
     A name that is followed by a slash contains no slash.
     """

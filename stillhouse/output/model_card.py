@@ -39,7 +39,7 @@ def model_card(
     adapter: str,
     has_template: bool,
 ) -> str:
-    """The text of README.md. Raises ValueError if data.json is malformed or the log does not match the checkpoint.
+    """Return the text of README.md. Raises ValueError if data.json or the log is damaged.
 
     objective: the objective in words. processes: the number of processes that wrote the checkpoint.
     command, dtype: the command of the export, and the dtype of the exported weights.
@@ -66,7 +66,7 @@ def model_card(
     sections = [
         f"# {_short_name(student.model)}, distilled",
         f"Objective: {objective.partition(f': {student.model}')[0]}.",
-        f"{weights} The weights here are {dtype}. Chat template: {template}.",
+        f"{weights} The weights in this folder are {dtype}. Chat template: {template}.",
         "## Sources",
         _sources(run, student, config.teacher_sections, progress),
         "## Training",
@@ -128,7 +128,7 @@ def _sources(run: Path, student: StudentConfig, teachers: Mapping[str, TeacherCo
         rows.append((section.replace("teachers.", "teacher "), name, progress.models.get(section)))
     counts = quoted_file(run / "data.json")
     for name, mark in progress.data.items():
-        if name not in _SPLITS:  # the other hashes are of the order of documents and of processors of media
+        if name not in _SPLITS:  # other hashes are those of the order of documents and of media processors
             continue
         words, report = "documents not counted", counts.get(name)
         if isinstance(report, dict):
@@ -145,7 +145,7 @@ def _sources(run: Path, student: StudentConfig, teachers: Mapping[str, TeacherCo
 
 
 def _results(run: Path, progress: Progress) -> str:
-    """A table of the held-out metrics at the end and, from the log, before training. The log must match its hash."""
+    """Return a table of held-out metrics at the end and, from the log, before training. Checks the log's hash."""
     if not progress.metrics:
         return "The run had no held-out data."
     path = run / "metrics.jsonl"

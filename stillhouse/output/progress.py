@@ -1,4 +1,4 @@
-"""The progress of a run, and the state.json of a checkpoint, which records it.
+"""The progress of a run, and the file state.json of a checkpoint, which records the progress.
 
 state.json is written after all other files of a checkpoint. It contains a hash of every other file and of its own
 content, so a file that is missing, stale, damaged or from another run is detected.
@@ -33,7 +33,7 @@ class Progress:
 
     step, tokens, seconds: the steps done, the target tokens trained on, and the time spent.
     metrics: the results of the evaluation after this step; empty if there was none.
-    data: hashes of each split's documents, and of everything else that determines them or an evaluation's prompts.
+    data: hashes of each split's documents, and of all other inputs of the documents and of evaluation prompts.
     models: a hash of the tokenizer and of each model's files.
     configuration: a hash of the values that affect the weights.
     log_bytes, log_sha256: the length and the hash of metrics.jsonl.
@@ -57,7 +57,7 @@ class Progress:
     sources: dict[str, str] = field(default_factory=dict)
 
     def saved_log(self, path: Path) -> bytes | None:
-        """The content of metrics.jsonl when this progress was saved; None if the file no longer begins with it."""
+        """Return the beginning of metrics.jsonl that was saved with this progress; None if it has changed."""
         beginning = b""
         if path.is_file():
             with path.open("rb") as file:
@@ -90,7 +90,7 @@ def write_state(folder: Path, state: State) -> None:
 
 
 def read_state(path: Path) -> State:
-    """The state of the checkpoint `path`.
+    """Read the state of the checkpoint `path`.
 
     Raises DamagedCheckpointError if state.json is missing or does not match its hash, and OSError if reading fails.
     """

@@ -16,7 +16,7 @@ Lane = Literal["rollout", "teacher", "trainer", "weights"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 #: the first word of `TimelineSpan.what` while the trainer waits
 WAIT = "wait"
-#: the number of characters that are kept of a prompt (its last ones) and of a completion (its first ones)
+#: the number of characters that are kept at the end of a prompt and at the beginning of a completion
 CHARACTERS = 4000
 
 _LARGEST = 2**53  # all smaller integers are exact as floats
@@ -61,7 +61,7 @@ class SampleToken:
 class SampleRecord:
     """A completion on which a step was trained.
 
-    length: the number of tokens; `tokens` may contain only the first ones. reward, advantage: None without a reward.
+    length: the number of tokens; `tokens` can be shorter. reward, advantage: None without a reward.
     reward_parts: if the reward is a weighted sum, its parts by name, before they are multiplied by their weights.
     staleness: the number of optimizer steps from the oldest weights that generated the completion to this step.
     prompt_source: the name of the prompt's source, if the run has several.

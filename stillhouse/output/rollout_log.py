@@ -18,14 +18,14 @@ from stillhouse.output.json_lines import LineFile
 from stillhouse.output.records import CHARACTERS, WAIT, Lane, SampleRecord, TimelineSpan
 
 TOKENS = 512  # the maximum number of tokens of a sample
-OTHER = "other work"  # the name of the trainer's time between its other spans
+OTHER = "other work"  # the name of the trainer's spans for the time between all other spans
 SHORTEST_GAP = 1e-4  # seconds; the precision of timeline.jsonl
 
 
 class RolloutLog(AbstractContextManager["RolloutLog"]):
     """Collects the spans of work and writes timeline.jsonl and samples.jsonl. As a context manager, closes the files.
 
-    Spans may be added from several threads. The clock is the host's, so the time of a GPU's work belongs to the span
+    Several threads can add spans. The clock is the host's, so the time of a GPU's work belongs to the span
     that waits for the GPU.
 
     folder: the run's folder. If it is None (on all ranks except rank 0), nothing is written.
@@ -62,7 +62,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         thread that trains may call this, and no block may be inside another one.
 
         lane: another lane that also gets the span, for the optimizer step `step`. work: the name of the span in that
-        lane; "" stands for `what`.
+        lane; if it is "", the name is `what`.
         """
         start = self._seconds()
         yield

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from stillhouse.libraries import imported, reading
 
-#: the maximum number of seconds that a run waits for wandb at its end; `wandb sync` can send the rest later
+#: the maximum number of seconds that a run waits for wandb at its end; `wandb sync` can send the remaining data later
 WANDB_SECONDS = 120.0
 #: give up after 90 s if a server does not answer: mlflow's default, 16 minutes, is longer than a job waits for a rank
 _MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3"}
@@ -41,7 +41,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A run in one tracker. The entry points of the group `stillhouse.trackers` refer to such classes.
+    """A run in one tracker. The entry points of the group `stillhouse.trackers` refer to classes with this interface.
 
     library: the name of the module that must be installed. It must not be imported before a run is opened.
     in_folder: whether the tracker writes only to the run's folder. Such a tracker gets all values of repeated steps
@@ -102,7 +102,7 @@ class Wandb(Tracker):
                 config=dict(run.values),
                 settings=wandb.Settings(
                     console=os.environ.get("WANDB_CONSOLE", "off"),
-                    # by default, wandb waits for ever if a server does not answer; the model would never be written
+                    # by default, wandb waits forever for a server, and the model would never be written
                     finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", WANDB_SECONDS)),
                     finish_timeout_raises=True,
                 ),
@@ -158,7 +158,7 @@ class Mlflow(Tracker):
             else:
                 self._client.update_run(run.own_id, status="RUNNING")
             self._id = run.own_id
-            logged = self._client.get_run(self._id).data.params  # a parameter cannot be changed
+            logged = self._client.get_run(self._id).data.params  # mlflow cannot change a parameter
             params = [mlflow.entities.Param(key, text) for key, text in texts.items() if key not in logged]
             for start in range(0, len(params), _MLFLOW_BATCH):
                 self._client.log_batch(self._id, params=params[start : start + _MLFLOW_BATCH])

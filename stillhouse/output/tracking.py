@@ -26,7 +26,8 @@ FILE = "trackers.json"
 
 
 class TrackerState(BaseModel):
-    """name, id: see `TrackedRun`. A copy of the folder under another name still has the original folder's name here.
+    """The content of trackers.json. name, id: see `TrackedRun`; a copy of a folder keeps the name of the original.
+
     active: the trackers to which the lines of metrics.jsonl are being sent.
     sent: for each tracker and metric, the last step that was sent, unless metrics.jsonl still contains this step.
 
@@ -43,7 +44,7 @@ class TrackerState(BaseModel):
 
     @classmethod
     def open(cls, folder: RunFolder, log_bytes: int) -> Self:
-        """The state of a run that resumes after `log_bytes` bytes of its metrics.jsonl, with no tracker active.
+        """Return the state of a run that resumes after `log_bytes` bytes of its metrics.jsonl. No tracker is active.
 
         Raises ValueError if trackers.json or metrics.jsonl is damaged, or if trackers.json is of another folder.
         """
@@ -60,7 +61,7 @@ class TrackerState(BaseModel):
         # the last step of each metric in the lines of metrics.jsonl that will be removed
         steps: dict[str, int] = {}
         content = folder.metrics.read_bytes()[log_bytes:] if folder.metrics.is_file() else b""
-        for raw in content.split(b"\n")[:-1]:  # not an incomplete last line, because lines are sent only when written
+        for raw in content.split(b"\n")[:-1]:  # without an incomplete last line: a line is sent after it was written
             try:
                 line = parse_metrics(raw, "")
             except ValueError as error:
@@ -110,8 +111,8 @@ class Trackers:
             self._state.sent[name] = _later(self._state.sent.get(name, {}), self._logged)
             self._folder.write_text(FILE, self._state.model_dump_json(indent=1))
             self._warn(
-                f"warning: track: {name} failed {when} ({type(cause).__name__}: {cause}) and gets nothing more; "
-                "metrics.jsonl has everything"
+                f"warning: track: {name} failed {when} ({type(cause).__name__}: {cause}) and gets no more metrics; "
+                "metrics.jsonl has all metrics"
             )
 
 
@@ -140,7 +141,7 @@ def open_trackers(
     for name, kind in kinds.items():
         for attribute in ("library", "in_folder", "log", "close"):
             if not hasattr(kind, attribute):
-                raise ValueError(f"track: {name} is {kind}, which has no `{attribute}`: expected a class as Tracker")
+                raise ValueError(f"track: {name} is {kind}, which has no `{attribute}`: expected a `Tracker` class")
     sending = [name for name, kind in kinds.items() if not kind.in_folder]
     keeps_state = bool(sending)
     path = folder.path / FILE
@@ -162,7 +163,7 @@ def open_trackers(
         state.active = sending
     finally:
         if keeps_state:
-            # even if a tracker fails to start, so that the next process continues the runs in the other trackers
+            # also after a failed start of a tracker, so that the next process continues the runs in other trackers
             folder.write_text(FILE, state.model_dump_json(indent=1))
     return Trackers(folder, trackers, state, warn)
 

@@ -27,7 +27,7 @@ def require_same_configuration(values: Mapping[str, Any], ranks: Ranks) -> list[
 
     values: the configuration by dotted keys.
     """
-    compared = {key: value for key, value in values.items() if key != "device"}  # each rank may name a different GPU
+    compared = {key: value for key, value in values.items() if key != "device"}  # each rank can name a different GPU
     if different := _differences(compared, ranks):
         key, rank, first, other = different[0]
         raise ConfigError(
@@ -36,7 +36,7 @@ def require_same_configuration(values: Mapping[str, Any], ranks: Ranks) -> list[
             "and the same file",
         )
     return [
-        f"rank {rank} runs {name} {other} and rank 0 runs {name} {first}: their results may differ"
+        f"rank {rank} runs {name} {other} and rank 0 runs {name} {first}: their results can differ"
         for name, rank, first, other in _differences(library_versions(), ranks)
     ]
 
@@ -73,8 +73,8 @@ def require_shared_folder(folder: Path, ranks: Ranks) -> None:
         folder.rmdir()
     viewer, missing = next((rank, not_seen[0]) for rank, not_seen in enumerate(findings) if not_seen)
     raise ValueError(
-        f"out: {folder} is not one folder for all ranks: rank {viewer} on {hosts[viewer]} does not see what rank "
-        f"{missing} on {hosts[missing]} wrote into it; expected a folder on a file system that all machines share"
+        f"out: {folder} is not one folder for all ranks: rank {viewer} on {hosts[viewer]} does not see the file "
+        f"of rank {missing} on {hosts[missing]}; expected a folder on a file system that all machines share"
     )
 
 

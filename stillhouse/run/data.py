@@ -75,7 +75,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     if processor is not None and any(documents.media is not None for documents in splits.values()):
         media_kind(processor).require_support(config)
         media_inputs, processors, identity = _media_inputs(processor, readers, splits.values())
-        # the tensors depend on the processors
+        # the tensors of media depend on the processors
         hashes = {which: json_hash([digest, identity]) for which, digest in hashes.items()}
         readers = {name: reader for name, reader in readers.items() if not reader.is_shared}
     warnings += [warning for documents in splits.values() for warning in documents.report.warnings]
@@ -84,7 +84,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
             f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
             "held-out metrics will look better than they are"
         )
-    # packed rows have gaps for the texts of teachers in this job; with rollouts, weights are shares of the prompts
+    # packed rows have gaps for the longer texts of teachers in this job; with rollouts, weights apply to prompts
     gaps = [section.partition(".")[2] for section in in_job] if fits_teachers else []
     weights = [source.weight for source in data.weighted_sources] if config.rollout is None else []
     pack = partial(
@@ -116,7 +116,7 @@ def _media_readers(
     *,
     is_routed: bool,
 ) -> tuple[MediaProcessor | None, dict[str, TeacherMedia]]:
-    """The student's processor of media, or None, and by their names the readers of media of teachers in this job."""
+    """Return the student's processor of media, or None, and the media readers of teachers in this job, by name."""
     has_template = data.chat_template is not None
     processor = _media_processor("student", student, tokenizer, data, template_is_set=has_template)
     readers: dict[str, TeacherMedia] = {}
@@ -128,7 +128,7 @@ def _media_readers(
 
 
 def _load_options(config: RunConfig, *, fits_teachers: bool) -> LoadOptions:
-    """The options for documents with completions. fits_teachers: see `load_run_data`."""
+    """Return the options for documents with completions. fits_teachers: see `load_run_data`."""
     student = config.student
     with as_config_error("student.model"):
         end_ids = read_end_ids(student.model, student.revision, trust_remote_code=student.trust_remote_code)
@@ -150,7 +150,7 @@ def _load_options(config: RunConfig, *, fits_teachers: bool) -> LoadOptions:
 
 @dataclass(frozen=True)
 class _Loader:
-    """Loads documents. options: the options for documents of data.eval. The other fields: see `load_documents`."""
+    """Loads documents. options: the options for documents of data.eval. See `load_documents` for all other fields."""
 
     data: DataConfig
     options: LoadOptions
@@ -159,10 +159,10 @@ class _Loader:
     readers: Mapping[str, TeacherMedia]
 
     def splits(self, rollouts: Sequence[RolloutConfig], tools: Sequence[ToolSchemas]) -> dict[str, Documents]:
-        """The documents by split: train, eval if documents are held out, dataset if rollouts take a share of it.
+        """Return the documents by split: train, eval if documents are held out, dataset if rollout.share is below 1.
 
         rollouts: the section rollout for each source of prompts; empty if the training documents have completions.
-        tools: the schemas of the tools of each of these sources.
+        tools: the tools' schemas for each source.
         """
         weighted, share = self.data.weighted_sources, self.data.eval
         paths = [item.source for item in weighted] or [str(self.data.train)]
@@ -183,7 +183,7 @@ class _Loader:
                 except ValueError as error:
                     raise ConfigError(
                         "data.eval",
-                        f"got {share:g}, but held-out metrics need completions: expected 0 for prompts alone, or a "
+                        f"got {share:g}, but held-out metrics need completions: expected 0 for prompts only, or a "
                         f"source with completions ({error})",
                     ) from error
             splits["train"], held_out = _split(train, share)
@@ -200,7 +200,7 @@ class _Loader:
         return {which: splits[which] for which in ("train", "dataset", "eval") if which in splits}
 
     def _train(self, sources: Sequence[tuple[str, ToolSchemas, RolloutConfig | None]]) -> Documents:
-        """The documents of sources of data.train. A source with a section rollout has prompts and records."""
+        """Load documents of data.train. From a source with a section rollout, only prompts and records are loaded."""
         loaded: dict[str, Documents] = {}
         for path, tools, rollout in sources:
             options = replace(self.options, tools=tools)
@@ -235,7 +235,7 @@ def _split(documents: Documents, share: float) -> tuple[Documents, Documents]:
             raise ConfigError(
                 "data.eval",
                 f"got {share:g}, which holds out all {documents.reports[source].documents:,} documents of "
-                f"{source}: expected a smaller share, a source of its own for the evaluation, or a larger source",
+                f"{source}: expected a smaller share, a separate source in data.eval, or a larger source",
             )
     return train, held_out
 
@@ -246,12 +246,12 @@ def _proven_tools(
     tokenizer: PreTrainedTokenizerBase,
     processor: MediaProcessor | None,
 ) -> ToolSchemas:
-    """The schemas of the tools of one source of prompts.
+    """Return the schemas of the tools of one source of prompts.
 
     full_key: returns the full key for a key of the source.
 
-    Raises ConfigError for tools that cannot be used, and for a chat template whose calls cannot be parsed, or which
-    cannot write the replies of environments as turns.
+    Raises ConfigError if the tools cannot be used, if calls in the format of the chat template cannot be parsed, or
+    if the template cannot write the replies of environments as turns.
     """
     if (environment := environment_of(rollout, full_key)) is None:
         return None
@@ -268,7 +268,7 @@ def _media_processor(
     *,
     template_is_set: bool,
 ) -> MediaProcessor | None:
-    """A model's processor of media, or None. template_is_set: whether another chat template replaces its own."""
+    """Return a model's processor of media, or None. template_is_set: see `find_media_processor`."""
     with as_config_error(f"{section}.model"):
         return find_media_processor(
             str(model.model),
@@ -283,7 +283,7 @@ def _media_processor(
 def _media_inputs(
     processor: MediaProcessor, readers: Mapping[str, TeacherMedia], splits: Collection[Documents]
 ) -> tuple[MediaInputs, dict[str, str], list[Any]]:
-    """The inputs from media, the hashes of the processors by their models' sections, and their common identity."""
+    """Return the inputs from media, the processors' hashes by section, and one identity of all processors."""
     for documents in splits:
         processor.check_texts(documents)
     teachers, identities = dict[str, MediaInputs | None](), {"student": processor.identity()}
@@ -306,9 +306,9 @@ def _load_tokenizers(
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
     """Load the student's tokenizer, and return it with warnings.
 
-    teachers, stores: by the keys of the teachers' sections.
+    teachers, stores: the sections and signal stores of the teachers, by the keys of the sections.
 
-    Raises ValueError if a teacher has another tokenizer. Stores without a tokenizer are not compared here.
+    Raises ValueError if a teacher has another tokenizer. A store without a tokenizer is not compared.
     """
     tokenizer, warnings = _tokenizer("student", student), list[str]()
     if chat_template is not None:
@@ -344,7 +344,7 @@ def _tokenizer(section: str, model: StudentConfig | TeacherConfig) -> PreTrained
 def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Set the chat template of a tokenizer.
 
-    source: a file with a template, or another tokenizer.
+    source: a file with a template, or the folder or hub id of a tokenizer.
 
     Raises ValueError if there is no template, or if the template cannot render a conversation.
     """
@@ -379,12 +379,12 @@ def _require_same_conversation(
         raise ConfigError(
             key,
             f"the end-of-sequence token is {student.eos_token!r} for the student and {teacher.eos_token!r} for the "
-            "teacher: expected the same one, or eos in this list if the difference is meant",
+            "teacher: expected the same token, or eos in this list to accept the difference",
         )
     templates = [student.chat_template, teacher.chat_template]
     if "chat_template" not in accepted and None not in templates and templates[0] != templates[1]:
         raise ConfigError(
             key,
             "student and teacher have different chat templates, and the data is written with the student's: expected "
-            "the same template, or chat_template in this list if the difference is meant",
+            "the same template, or chat_template in this list to accept the difference",
         )

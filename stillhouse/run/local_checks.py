@@ -25,12 +25,12 @@ from stillhouse.user_code.function_files import require_in_file
 Check = Callable[[Any], object]
 #: the time limit in seconds to reach a server
 _SECONDS = 5.0
-#: the things that a command needs, besides models
+#: the things that a command needs in addition to models
 Need = Literal["data", "run", "servers"]
 
 
 def check_local(config: RunConfig, needs: Collection[Need]) -> None:
-    """Raise one ConfigError with all mistakes.
+    """Raise one ConfigError with all mistakes in models and in the things that a command needs.
 
     needs: "data" for data and functions, "run" for the run's folder and a layout, "servers" for servers that already
         listen.
@@ -71,7 +71,7 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
         for key, folder in caches
         if "data" in needs and not os.path.isdir(folder)
     ]
-    for key, check, value in dict.fromkeys(checks):  # several sources of prompts may have the same reward
+    for key, check, value in dict.fromkeys(checks):  # several sources of prompts can have the same reward
         try:
             with as_config_error(key):
                 check(value)
@@ -87,10 +87,10 @@ def require_writable(out: str) -> None:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ConfigError("out", f"got {folder}, but {existing} is a file: expected a folder")
-    if os.environ.get("RANK", "0") != "0":  # only the first rank writes there
+    if os.environ.get("RANK", "0") != "0":  # only rank 0 writes to the folder
         return
     try:
-        # permissions are not enough: for example for /proc, read-only disks, and administrators
+        # permissions do not show this, for example in /proc, on read-only disks, and for administrators
         os.rmdir(tempfile.mkdtemp(prefix=".stillhouse-", dir=existing))
     except OSError as error:
         raise ConfigError(
@@ -103,7 +103,7 @@ def _require_function(path: str) -> None:
 
 
 def _require_server(url: str) -> None:
-    """Raise ValueError unless a server listens at the address. `distill` instead waits, up to its timeout."""
+    """Raise ValueError unless a server listens at the address. `distill` waits for the server instead."""
     address = urlsplit(url)
     try:
         port = address.port or (443 if address.scheme == "https" else 80)

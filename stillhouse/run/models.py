@@ -51,7 +51,7 @@ _MAY_DIFFER = {
 
 @dataclass(frozen=True)
 class ModelSources:
-    """The sources of a run's models: full models in one process, and this process's shards under a layout.
+    """The sources of a run's models: full models in a run of one process, otherwise shards of this process.
 
     teachers: the sections of all teachers, by their keys
     parts: the losses in addition to the objective; each prepares the student
@@ -60,7 +60,7 @@ class ModelSources:
     offload: the value of `parallel.offload`. packing: the value of `data.packing`
     recompute: whether the student uses activation checkpointing
     autocast: the dtype of the student's activations under autocast, or None for the dtype of its weights
-    multimodal: whether the models read media beside text
+    multimodal: whether the models read media in addition to text
     without_noise: whether the student is trained without dropout and without the routers' noise
     removed_noise: the names of the dropout and noise that were removed; filled when the student is built
     """
@@ -110,7 +110,7 @@ class ModelSources:
         autocast: torch.dtype | None = None,
         weights: str | None = "",
     ) -> ModelSource:
-        """The source of a model of which each process reads its own shard from the model's files.
+        """Return the source of a sharded model. Each process reads its own shard from the model's files.
 
         section: the key of the model's section. folder: replaces the folder of the section, for example by that of a
             store
@@ -121,7 +121,7 @@ class ModelSources:
         model = self.student if section == "student" else self.teachers[section]
         if model.trust_remote_code:
             raise ConfigError(
-                f"{section}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
+                f"{section}.trust_remote_code", "got true under torchrun: expected false, and a model of transformers"
             )
         path, device = local_folder(str(folder or model.model), model.revision), device or self.mesh.device
 
@@ -166,7 +166,7 @@ class ModelSources:
         return ModelSource(build, add_weights, name="student", is_proven=student.mtp is None)
 
     def _sharded_student(self) -> ModelSource:
-        """The source of this process's shard of the student, whose weights come from files or from `student.init`.
+        """Return the source of this process's shard of the student, from files or from `student.init`.
 
         Raises ConfigError if the teacher's layers do not fit the student.
         """
@@ -244,8 +244,8 @@ def load_model(
     """Load a model and check that its weights are finite.
 
     which: the model's name in error messages.
-    autocast: the dtype of its activations, or None for the dtype of its weights.
-    multimodal: whether the model reads media beside text.
+    autocast: the dtype of the model's activations, or None for the dtype of the weights.
+    multimodal: whether the model reads media in addition to text.
     """
     try:
         decoder = Decoder.from_pretrained(
@@ -290,8 +290,8 @@ def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher:
         values = ", ".join(f"{key} {ours.get(key)!r} and {theirs.get(key)!r}" for key in different[:4])
         raise ConfigError(
             _INIT,
-            f"the student's and the teacher's configuration have {values}: expected the teacher's config.json, with "
-            "another number of layers and of padding rows of the vocabulary at most",
+            f"the student's and the teacher's configuration have {values}: expected the teacher's config.json; "
+            "only the numbers of layers and of padding rows of the vocabulary may differ",
         )
     count, needed = teacher.num_hidden_layers, student.num_hidden_layers
     layers = init.chosen(count)
@@ -299,14 +299,14 @@ def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher:
         raise ConfigError(
             f"{_INIT}.layers",
             f"got {init.layers}, which is {layers} of the teacher's {count} layers: expected {needed} of them, as "
-            "many as the student has",
+            "many as the student has layers",
         )
     kinds, wanted = getattr(teacher, "layer_types", None), getattr(student, "layer_types", None)
     if kinds is not None and wanted is not None and [kinds[layer] for layer in layers] != list(wanted):
         raise ConfigError(
             f"{_INIT}.layers",
             f"the layer_types of the student are {list(wanted)}, and those of the teacher's layers {layers} are "
-            f"{[kinds[layer] for layer in layers]}: expected the same",
+            f"{[kinds[layer] for layer in layers]}: expected the same types",
         )
     return layers
 
@@ -323,6 +323,6 @@ def _initialize_randomly(decoder: Decoder, config: PreTrainedConfig, dtype: Any,
     for name, parameter in decoder.state_dict().items():
         if name.partition(".")[0] in decoder.layer_losses:
             continue
-        # the last stage of a pipeline has its own copy of a tied head
+        # the last stage of a pipeline has a separate copy of a tied head
         source = values[full.embedding_name if full.tied and name == HEAD_WEIGHT else name]
         set_from_global(parameter, source)

@@ -26,7 +26,7 @@ BY_ORIGIN = "objective.by_origin"
 
 @dataclass(frozen=True)
 class RunObjective:
-    """The sections that decide what a run minimises.
+    """The sections that determine the loss of a run.
 
     rollouts: the section rollout for each source of prompts; empty without rollouts.
     rollout_key: returns the full key that sets a key of rollout for a source of prompts.
@@ -41,7 +41,7 @@ class RunObjective:
 
     @cached_property
     def spec(self) -> ObjectiveSpec:
-        """The parsed objective. Raises ConfigError if it, or an additional loss, contradicts another section."""
+        """The parsed objective. Raises ConfigError if a loss contradicts another section."""
         objective = self.objective
         specs = {key: self._parsed(key, loss) for key, loss in objective.losses.items()}
         if objective.by_origin is None:
@@ -57,12 +57,12 @@ class RunObjective:
                 raise ConfigError(
                     "objective.loss",
                     f"got '{objective.loss}' with a divergence from each of several teachers: the penalty kl_scale "
-                    "has one; expected sampled_kl(k3) in its place, teachers.route, or teachers.sum=distributions",
+                    "has one; expected sampled_kl(k3) in its place, teachers.route or teachers.sum=distributions",
                 )
         elif self.teacher is None and spec.needs_teacher:
             key = next(key for key, part in specs.items() if part.needs_teacher)
             reference = (
-                f", which for a penalty to the first weights is the student's own: {self.student.model}"
+                f"; for a penalty to the initial weights, this is the student's model: {self.student.model}"
                 if specs[key].policy.kl_scale
                 else ""
             )
@@ -78,15 +78,15 @@ class RunObjective:
         return self._parts(self.spec)
 
     def temperature_of(self, teacher: TeacherConfig) -> float:
-        """The temperature of a teacher's divergence, from the teacher's section or else from the objective."""
+        """The temperature of a teacher's divergence, from its section or, by default, the objective."""
         if isinstance(teacher, NamedTeacherConfig) and teacher.temperature is not None:
             return teacher.temperature
         return self.objective.temperature
 
     def in_words(self, stores: Mapping[str, SignalStore]) -> str:
-        """The resolved objective as a sentence, which a run prints first.
+        """Return the resolved objective as a sentence, which a run prints first.
 
-        stores: by the teachers' sections.
+        stores: the signal stores, by the keys of the teachers' sections.
         """
         teachers, over = "", ""
         if self.teacher is not None and (self.spec.needs_teacher or any(part.needs_teacher for part in self.parts)):
@@ -114,7 +114,7 @@ class RunObjective:
         )
 
     def loss_in_words(self) -> str:
-        """The beginning of the sentence of `in_words`; it does not depend on the stores."""
+        """Return the part of the sentence of `in_words` that does not depend on the stores."""
         sections = self._sections(self.spec)
         return f"minimise {self.spec.in_words()}{''.join(kind.in_words(sections) for kind in _part_types())}"
 
@@ -148,7 +148,7 @@ class RunObjective:
             _require_terms_of(key, loss, spec)
         by_student = bool(self.rollouts) and self.rollouts[0].writer == "student"
         if spec.needs_rollouts and not by_student:
-            raise ConfigError(key, f"got '{loss}', which needs the student's own completions: set rollout")
+            raise ConfigError(key, f"got '{loss}', which needs completions of the student: set rollout")
         if not self.rollouts:
             return spec
         rollout, temperatures = self.rollouts[0], sampling_temperatures(self.rollouts)
@@ -158,8 +158,8 @@ class RunObjective:
         if spec.cross_entropy is not None and is_on_student_alone and by_student:
             raise ConfigError(
                 key,
-                f"got '{loss}' with rollout.share=1: cross_entropy counts on the dataset's completions, and there are"
-                " none; lower rollout.share, or leave cross_entropy out",
+                f"got '{loss}' with rollout.share=1: cross_entropy applies to the dataset's completions, and there "
+                "are none; lower rollout.share, or leave cross_entropy out",
             )
         return replace(
             spec,
@@ -175,17 +175,17 @@ class RunObjective:
         if spec.needs_rewards and without:
             is_of_all = len(without) == len(self.rollouts)
             reward_key = "rollout.reward" if is_of_all else f"data.train[{without[0]}].rollout.reward"
-            raise ConfigError(reward_key, f"expected a function, because {key} is '{loss}'")
+            raise ConfigError(reward_key, f"expected a reward, because {key} is '{loss}'")
         for number, rollout in enumerate(self.rollouts):
             if rollout.reward is not None and spec.policy_gradient is None:
                 reward_key = self.rollout_key(number, "reward")
-                raise ConfigError(reward_key, f"has no effect with {key} '{loss}': expected policy_gradient in it")
+                raise ConfigError(reward_key, f"has no effect with {key} '{loss}': expected policy_gradient")
         if self.rollouts[0].discount and not (spec.policy_gradient and spec.teacher_kl):
             raise ConfigError("rollout.discount", f"has an effect only with policy_gradient(teacher_kl=…) in {key}")
 
 
 def _part_types() -> list[type[LossPart]]:
-    """The registered losses beside the objective; the losses of the student's section are first."""
+    """Return the kinds of losses in addition to the objective; those of the student's section are first."""
     types = (kind.part() for kind in load_all("stillhouse.parts").values())
     return sorted(types, key=lambda kind: kind.key, reverse=True)
 
@@ -196,13 +196,13 @@ def _require_terms_of(key: str, loss: str, spec: ObjectiveSpec) -> None:
     if origin == STUDENT and spec.cross_entropy is not None:
         raise ConfigError(
             key,
-            f"got '{loss}': cross_entropy counts on completions that the student has not written; expected it under "
+            f"got '{loss}': cross_entropy applies to completions of the dataset; expected it under "
             f"{BY_ORIGIN}.{DATASET}",
         )
     if origin != STUDENT and spec.needs_rollouts:
         raise ConfigError(
             key,
-            f"got '{loss}': sampled_kl and policy_gradient are of tokens that the student has sampled; expected them "
+            f"got '{loss}': sampled_kl and policy_gradient need tokens that the student has sampled; expected them "
             f"under {BY_ORIGIN}.{STUDENT}",
         )
 

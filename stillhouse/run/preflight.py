@@ -58,8 +58,8 @@ def check_before_loading(setup: RunSetup) -> None:
     if adapter is not None and adapter.dropout and setup.objective.spec.uses_ratios:
         raise ConfigError(
             "student.adapter.dropout",
-            f"got {adapter.dropout:g}: expected 0.0, because the limits of policy_gradient and rollout.correction "
-            "would act on the noise of dropout, which the completions do not have",
+            f"got {adapter.dropout:g}: expected 0.0, because the ratios of policy_gradient and rollout.correction "
+            "would contain the noise of dropout, and completions are sampled without dropout",
         )
     # all ranks import the functions, although only rank 0 calls them
     loaded_functions(config.eval, config.rollouts, config.rollout, config.rollout_key)
@@ -76,7 +76,7 @@ def check_models(
 
     decoders: the student, and the teachers in this job, by the keys of their sections.
     teachers: all teachers' sections.
-    max_tokens: the maximum number of tokens of a document; rows of several documents in `data` may be longer.
+    max_tokens: the maximum number of tokens of a document; rows of several documents in `data` can be longer.
     """
     # the student reads the prefixes of teachers that are the student itself
     read_by_student = [section for section, teacher in teachers.items() if teacher.signals_from == "student"]
@@ -107,7 +107,7 @@ def noise_warnings(removed: Collection[str]) -> Iterator[str]:
     if removed:
         yield (
             f"the student is trained without the dropout of its configuration ({name_list(removed)}): the ratios "
-            "of policy_gradient and rollout.correction compare with probabilities of completions, which have none"
+            "of policy_gradient and rollout.correction compare with probabilities from sampling, without dropout"
         )
 
 
@@ -176,7 +176,7 @@ def prompt_warnings(
     if is_fresh and any(policy.kind != "corrected" for policy in policies):
         yield (
             "the limits of policy_gradient do not act: the weights that generate the completions of a step are those "
-            "that the step trains, so that the ratio differs from 1 by rounding alone; leave clip_low, clip_high and "
+            "that the step trains, so that the ratio differs from 1 only by rounding; leave clip_low, clip_high and "
             "dual_clip out, or let completions be older with rollout.schedule=one_step_off"
         )
     if rollout.prompts_per_step is None and plan.prompts_per_step < FEW_PROMPTS:
@@ -211,8 +211,8 @@ def evaluation_warnings(evaluation: EvalConfig, rollouts: Sequence[RolloutConfig
     keys = [key for key in environments() if any(getattr(rollout, key) for rollout in rollouts)]
     if evaluations and keys:
         yield (
-            f"{', '.join(f'eval.{name}' for name in evaluations)}: the completions of evaluations have one turn, "
-            f"without rollout.{' and rollout.'.join(keys)}, unlike those of eval.prompts"
+            f"{', '.join(f'eval.{name}' for name in evaluations)}: these completions have only one turn, "
+            f"without rollout.{' and rollout.'.join(keys)}, unlike the completions of eval.prompts"
         )
 
 
@@ -220,7 +220,7 @@ def schedule_warnings(train: TrainConfig, steps: int, data: Data, *, on_policy: 
     """Yield warnings for a run of few steps, steps with documents of a single teacher, a warm-up that lasts the whole
     run, and a small `min_learning_rate`.
 
-    data: the data, in the sequences on which the run trains.
+    data: the data, packed into the sequences on which the run trains.
     """
     tokens = len(data.train.documents.tokens_N)
     if train.steps is None and not on_policy and steps < FEW_STEPS:
@@ -231,14 +231,14 @@ def schedule_warnings(train: TrainConfig, steps: int, data: Data, *, on_policy: 
         )
     if data.train.together is not None and not on_policy and train.tokens_per_step < 2 * data.train.max_tokens:
         yield (
-            "every step trains documents of one teacher alone, because it has only one sequence of up to "
+            "every step has documents of only one teacher, because it has only one sequence of up to "
             f"{data.train.max_tokens:,} tokens, and with teachers.route a sequence has documents of one teacher; "
             "lower train.micro_batch_tokens, or raise train.tokens_per_step"
         )
     if train.warmup >= max(steps, 2):
         yield (
             f"train.warmup={train.warmup:g} is not shorter than the run ({steps} steps), so that the learning rate "
-            "only rises; below 1, it is a share of all steps"
+            "only rises; a value below 1 is a share of all steps"
         )
     if 0 < train.min_learning_rate <= SMALL_FLOOR:
         yield (

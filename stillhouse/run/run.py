@@ -87,7 +87,7 @@ def distill(config: RunConfig) -> Path:
             base=None if session.models.student.lora is None else config.student.model,
         )
         if checkpoint is None and is_first() and folder.metrics.exists():
-            log_rank0(f"{folder.path} has no checkpoint of this run yet: it begins anew, at step 1")
+            log_rank0(f"{folder.path} has no checkpoint of this run yet: the run starts anew, at step 1")
         if is_first():
             init_run_dir(folder, dump_config(setup.config))
         require_same_teachers(session.models.stores, folder, ranks)
@@ -182,7 +182,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
 
 
 def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
-    """As `prepare`. setup: made from a configuration in which `with_precision` has resolved the precision."""
+    """Like `prepare`. setup: its configuration is a result of `with_precision`."""
     config, stores = setup.config, setup.stores
     loss = Loss(setup.objective.spec, setup.objective.in_words(stores))
     if announce:
@@ -241,7 +241,7 @@ def _enter(phase: str, announce: bool) -> None:
 
 
 def _in_rows(data: Data, models: Models, setup: RunSetup) -> Data:
-    """The data, packed by length if a model of this job, on any process, runs one document per row."""
+    """Return the data, packed by length if a model of any process of this job runs one document per row."""
     decoders = [*models.engine.student.decoders, models.engine.student.teacher, *models.source.decoders.values()]
     has_rows = any(decoder is not None and decoder.packing.name == ROWS for decoder in decoders)
     if not models.ranks.largest(int(has_rows)):
@@ -254,7 +254,7 @@ def _in_rows(data: Data, models: Models, setup: RunSetup) -> Data:
 
 
 def _schedule(data: Data, setup: RunSetup) -> tuple[Schedule, RolloutPlan | None]:
-    """The steps of the run, and the plan of their completions, which is None in a run on a fixed dataset."""
+    """Return the steps of the run and the plan of the completions; the plan is None in a run on a fixed dataset."""
     config, layout, max_tokens, rollout = setup.config, setup.layout, data.train.max_tokens, None
     if config.rollout is None:
         steps = make_step_schedule(config.train, len(data.train), max_tokens, layout.degrees.data, layout.stages)
@@ -294,9 +294,9 @@ def _set_sizes(documents: Documents) -> list[int]:
 
 
 def _identity(setup: RunSetup, models: Models, data: Data, model_hashes: dict[str, str]) -> RunIdentity:
-    """The hashes that a resumed run must have.
+    """Return the hashes that must not change when the run is resumed.
 
-    If the run generates completions, they include the values of `COMPLETION_KEYS`.
+    If the run generates completions, the hashes include the values of `COMPLETION_KEYS`.
 
     Raises ValueError if these values differ between ranks.
     """
@@ -320,7 +320,7 @@ def _identity(setup: RunSetup, models: Models, data: Data, model_hashes: dict[st
 
 
 def _add_trained_ends(models: Models, data: Data, rollout: RolloutPlan | None) -> None:
-    """Add the tokens that the student is trained to stop with: the ends of documents and of completions."""
+    """Add the tokens at the ends of documents and completions to the ids with which the student ends a text."""
     documents = data.train.documents if rollout is None else data.dataset
     ends = set[int]() if documents is None else set(documents.report.trained_ends)
     added = data.tokenizer.get_added_vocab()
@@ -331,7 +331,7 @@ def _add_trained_ends(models: Models, data: Data, rollout: RolloutPlan | None) -
 
 
 def steps_in_words(schedule: StepSchedule, max_tokens: int, rollout: RolloutPlan | None) -> str:
-    """The number of steps, and the content of a step. max_tokens: the maximum tokens of a packed sequence."""
+    """Describe the number of steps and the content of a step. max_tokens: the most tokens of a packed sequence."""
     if rollout is None:
         return (
             f"{schedule.steps:,} of {schedule.sequences_per_step} sequences (at most {max_tokens:,} tokens each), "
@@ -347,7 +347,7 @@ def steps_in_words(schedule: StepSchedule, max_tokens: int, rollout: RolloutPlan
 
 
 def data_reports(data: Data, schedule: StepSchedule) -> dict[str, DataReport]:
-    """The reports on used, cut and skipped records, by split, and by set for a split with several sets."""
+    """Return the reports on used, cut and skipped records, by split, and by set for a split with several sets."""
     reports = {"train": data.train.documents.report}
     if data.train.weights is not None:
         shares = data.train.trained_shares(schedule.total_sequences).tolist()

@@ -65,7 +65,7 @@ class RunSetup:
     @cached_property
     def stores(self) -> dict[str, SignalStore]:
         """The signal stores, by the keys of the teachers' sections. Raises ConfigError if one cannot be used."""
-        tokens = self.config.train.micro_batch_tokens  # for forward passes of teachers with another tokenizer
+        tokens = self.config.train.micro_batch_tokens  # for teachers with another tokenizer
         stored = {section: teacher for section, teacher in self.teachers.items() if teacher.source_kind.is_store}
         return {
             key: teacher.source_kind.open(key, teacher, self.objective, tokens) for key, teacher in stored.items()
@@ -115,7 +115,7 @@ class RunSetup:
         return ranks
 
     def model_hashes(self) -> dict[str, str]:
-        """Fingerprints of the student and of the teachers, by the keys of their sections.
+        """Return the fingerprints of the student and of the teachers, by the keys of their sections.
 
         A fingerprint is a hash of the model's files, the commit of a model on the hub, or the identity of a store.
         With `student.init`, the student's fingerprint also depends on the teacher's files, or on the seed of the

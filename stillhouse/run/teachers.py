@@ -60,7 +60,7 @@ def open_cross_tokenizer(
     theirs = load_tokenizer(teacher.model, teacher.revision, teacher.trust_remote_code)
     if teacher.top_k > len(theirs):
         raise ConfigError(
-            f"{section}.top_k", f"got {teacher.top_k}, expected at most {len(theirs)}, the tokens of the teacher"
+            f"{section}.top_k", f"got {teacher.top_k}, expected at most {len(theirs)}, the teacher's vocabulary"
         )
     model = LocalModelStore(
         teacher.model,
@@ -82,7 +82,7 @@ def require_signals(
 ) -> None:
     """Raise ConfigError if a signal store does not fit the data or the objective.
 
-    Servers score some documents here, to prove that they serve the teacher.
+    Servers must also score some documents, to prove that they serve the teacher.
 
     teachers: all teachers, by the keys of their sections.
     """
@@ -110,9 +110,9 @@ def require_signals(
 
 
 def _with_completion(documents: Documents, tokens_of_sources: Sequence[int]) -> Documents:
-    """The document that is longest with its completion, extended by the completion.
+    """Return the prompt that is longest together with a completion, extended to this length.
 
-    tokens_of_sources: the number of tokens of a completion, by the source of the document.
+    tokens_of_sources: the most tokens of a completion, by the number of the prompt's source.
     """
     set_D = np.zeros(len(documents), dtype=np.int64) if documents.set_D is None else documents.set_D
     added_D = np.array(tokens_of_sources)[set_D]
@@ -144,7 +144,7 @@ def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig,
 
 
 def _documents_of(section: str, route: str | None, documents: Documents) -> Documents:
-    """The documents that a teacher scores, with its prefix. route: the column that names the teacher, or None."""
+    """Select the documents that a teacher scores, with its prefix. route: the column of teachers' names, or None."""
     name = section.partition(".")[2]
     if route is not None:
         documents = documents.select([row for row, value in enumerate(documents.columns[route]) if value == name])
@@ -162,7 +162,7 @@ def teacher_of_stages(
     head_only: whether the teacher's layers do not run in the student's stages.
     """
     if store is not None and store.signal.is_exact:
-        assert store.teacher_folder is not None  # otherwise the head of another model would be read
+        assert store.teacher_folder is not None  # without it, the head of another model would be read
         return models.sharded("teacher", offload=models.offload, folder=store.teacher_folder)
     if store is not None or teacher is None or not teacher.source_kind.runs_model or models.teacher_is_base:
         return None
@@ -228,7 +228,7 @@ class TeacherSources:
         return StoredTeacher(store, self.student, teacher.tail, name, head=head)
 
     def _unsplit_teachers(self, teachers: TeachersConfig) -> dict[str, Decoder]:
-        """In a run of one process: the full models of the teachers whose layers and head cannot be separated."""
+        """In a run of one process, load the full models of teachers whose head cannot be loaded separately."""
         decoders: dict[str, Decoder] = {}
         for name, teacher in teachers.named.items() if self.student.ranks.size == 1 else ():
             section = f"teachers.{name}"
@@ -239,13 +239,13 @@ class TeacherSources:
                 continue
             if teacher.offload:
                 raise ConfigError(
-                    f"{section}.offload", "got true for a family whose head cannot be loaded separately"
+                    f"{section}.offload", "got true, but its head cannot be loaded separately: expected false"
                 )
             decoders[name] = self.models.whole_teacher(section).build().requires_grad_(False)
         return decoders
 
     def _heads(self, teachers: TeachersConfig, unsplit: Mapping[str, Decoder]) -> dict[str, TeacherHead]:
-        """The teachers' output heads, by the teachers' names; empty on processes without the student's last stage.
+        """Load the teachers' output heads by teacher name; empty on processes without the student's last stage.
 
         Without FSDP, the heads are in host memory, and each head is copied to a buffer on the device when it is used.
         """
@@ -258,7 +258,7 @@ class TeacherSources:
             runs_here = teacher.source_kind.runs_model and name not in unsplit
             if runs_here if store is None else store.signal.is_exact:
                 folder = None if store is None else store.teacher_folder
-                assert store is None or folder is not None  # otherwise the head of another model would be read
+                assert store is None or folder is not None  # without it, the head of another model would be read
                 source = self.models.sharded(section, device, offload=self.models.offload, folder=folder)
                 decoders[name] = load_head(source, runner.layout, runner.mesh)
                 has_values = source.has_values

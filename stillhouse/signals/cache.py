@@ -46,7 +46,7 @@ class SignalCache(SignalStore):
     def __init__(self, folder: Path):
         self.folder, self.name, self.teacher_folder = folder, str(folder), folder / TEACHER
         self.hashes = _index(folder)
-        # added files are refused, too, because a file such as an index may change which files are read
+        # added files are refused, too, because a file such as an index can change which files are read
         present = {f"{TEACHER}/{path.name}" for path in self.teacher_folder.glob("*")}
         for name in sorted({MANIFEST} | present | {name for name in self.hashes if name.startswith(f"{TEACHER}/")}):
             self._require_unchanged(name)
@@ -79,12 +79,12 @@ class SignalCache(SignalStore):
             if stored is None or not stored.has(target_rows(documents.targets(number))):
                 missing[number] = stored
         if missing:
-            why = "rows of it are missing; was it written for other target tokens?"
+            why = "some of its rows are missing; was the cache written for other target tokens?"
             if next(iter(missing.values())) is None:
                 asks = f"; was {MEDIUM} changed after the cache was written?" if documents.has_media else ""
                 why = f"it is absent{asks}"
             raise ValueError(
-                f"{self.folder} lacks {len(missing):,} of the {len(documents):,} documents of {what}, the first is "
+                f"{self.folder} lacks {len(missing):,} of the {len(documents):,} documents of {what}; the first is "
                 f"{documents.sources[next(iter(missing))]} ({why}); expected a cache of this data, with the same "
                 "tokenizer, template and longest document"
             )
@@ -103,7 +103,7 @@ class SignalCache(SignalStore):
             self.read_document(document, stored.rows)
 
     def read_document(self, document: bytes, rows: range) -> dict[str, Tensor]:
-        """Return the signal of rows of one document, by its id.
+        """Return the signal of some rows of the document with this id.
 
         Raises ValueError if the cache lacks a row, if a shard has changed, or if `problem_in` finds a problem.
         """
@@ -123,7 +123,7 @@ class SignalCache(SignalStore):
     def _present(self, name: str) -> Path:
         path = self.folder / name
         if not path.is_file():
-            raise ValueError(f"{path} is missing: the cache is not whole")
+            raise ValueError(f"{path} is missing: the cache is incomplete")
         return path
 
     def _open(self, number: int) -> None:
@@ -169,7 +169,7 @@ def _index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     if not path.is_file():
         unfinished = (folder / MANIFEST).is_file()
-        what = "is unfinished: the command that wrote it continues it" if unfinished else "is not a cache"
+        what = "is an unfinished cache, which the same command continues" if unfinished else "is not a cache"
         raise ValueError(f"{folder} {what}; expected a folder that `stillhouse cache` has written")
     try:
         hashes = json.loads(path.read_text(encoding="utf-8"))["sha256"]

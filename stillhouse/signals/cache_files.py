@@ -48,7 +48,7 @@ FORMAT = 2
 MANIFEST, INDEX, TEACHER, SHARDS = "cache.json", "index.json", "teacher", "shards"
 ID_BYTES = 16
 CACHE_KEY = "cache"
-#: the names that these fields have in the file
+#: the names of some fields in the file
 _STORED = {"media": MEDIA, "teacher_media": f"teacher_{MEDIA}"}
 #: an integer of at most `_WIDEST` bits lies within `_REACH` bytes, even if it begins at the last bit of a byte
 _WIDEST, _REACH = 41, 6
@@ -127,7 +127,7 @@ class CacheManifest:
         )
 
     def differences(self, other: "CacheManifest") -> list[tuple[str, Any, Any]]:
-        """For each field that differs, except the versions: its name, its value here and its value in `other`."""
+        """Return the name, this value and the value of `other` for each different field, except the versions."""
         ours, others = self.fields("versions"), other.fields("versions")
         return [
             (name, ours.get(name), others.get(name)) for name in ours | others if ours.get(name) != others.get(name)
@@ -138,7 +138,7 @@ class CacheManifest:
 
     @classmethod
     def from_json(cls, text: str, path: object) -> "CacheManifest":
-        """Raises ValueError with the path if the text does not have the format of `to_json`."""
+        """Read the text of `to_json`. Raises ValueError with the path for another text."""
         try:
             fields: dict[str, Any] = json.loads(text)
             if fields.get("format") != FORMAT:

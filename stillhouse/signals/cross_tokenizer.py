@@ -178,7 +178,7 @@ class CrossTokenizerStore(SignalStore):
         near_S = torch.log(-torch.expm1(log_later_S.clamp(max=0.0)))
         far_S = torch.log1p(-log_later_S.exp().clamp(max=1.0))
         log_rest_S = log_x_0_S + torch.where(log_later_S > -math.log(2), near_S, far_S)
-        # the student's token for the bytes of each teacher id; -1 if there is no such token, or no teacher id
+        # the student's token for the bytes of each teacher id; -1 if there is no token, or no teacher id
         first_of = torch.from_numpy(np.stack([self.aligner.first_of, self.aligner.first_of_text])).long()
         ids_SB = torch.cat([ids_SK, x_0_S[:, None]], 1)
         is_unknown_SB = (ids_SB < 0) | (ids_SB >= first_of.shape[1])
@@ -199,7 +199,7 @@ class CrossTokenizerStore(SignalStore):
 
 @dataclass(frozen=True)
 class _TeacherRows:
-    """The teacher's signal at some rows of a document, in float64. labels_R: the next tokens, not among the K ids"""
+    """The teacher's signal at some rows of a document, in float64. labels_R: the token that each row predicts"""
 
     rows: range
     ids_RK: Tensor
@@ -210,7 +210,7 @@ class _TeacherRows:
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor], document: DocumentRows) -> "_TeacherRows":
-        """tensors: the tensors of "top_k" with a label, for these rows of the teacher's document"""
+        """Convert the tensors of "top_k" with a label for these rows of the teacher's document."""
         rows = document.rows
         labels_R = torch.from_numpy(document.tokens[rows.start + 1 : rows.stop + 1].astype(np.int64))
         ids_RB, log_probs_RB = tensors["ids"].long(), tensors["log_probs"].double()

@@ -56,7 +56,7 @@ class SignalRows(NamedTuple):
 
     @classmethod
     def of(cls, wanted: Wanted, documents: Sequence[DocumentRows], starts: Sequence[int]) -> Self:
-        """The rows of some documents, one document after another. starts: each document's first row in the batch"""
+        """Join the rows of some documents, one after another. starts: each document's first row in the batch"""
         placed = zip(documents, starts, strict=True)
         index_C = torch.cat([torch.arange(document.rows.start, document.rows.stop) + at for document, at in placed])
         if isinstance(wanted, Ranked) or wanted.with_label:  # a document's last row has no next token
@@ -96,7 +96,7 @@ def extract(wanted: Wanted, hidden_states: Tensor, head: OutputHead, rows: Signa
 
 
 def uniform_numbers(document: bytes, rows: range, draws: int) -> np.ndarray:
-    """Numbers in [0, 1) for some rows of a document, [rows, draws] float64.
+    """Return uniform random numbers in [0, 1) for some rows of a document, [rows, draws] float64.
 
     document: the document's id of 16 bytes.
 
@@ -115,7 +115,7 @@ def draw_ids(hidden_CE: Tensor, head: OutputHead, uniform_CM: Tensor, temperatur
     Raises ValueError if the head is sharded over ranks.
     """
     if head.shard is not None and not head.shard.is_alone:
-        raise ValueError("draws need the whole vocabulary on one rank: expected tensor=1, or another signal")
+        raise ValueError("sampled ids need the whole vocabulary on one rank: expected tensor=1, or another signal")
     projection = Projection(head, head.rows, operand_dtype(hidden_CE, head.weight_VD))
     parts = []
     for rows_CE, chunk_CM in zip(hidden_CE.split(ROWS // 4), uniform_CM.split(ROWS // 4), strict=True):
@@ -172,7 +172,7 @@ def top_k_log_probs(
 def chosen_log_probs(
     hidden_CE: Tensor, head: OutputHead, ids_CK: Tensor, temperature: float, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """The log-probabilities of given ids, and the log of the mass outside these ids.
+    """The log-probabilities of the ids `ids_CK`, and the log of the mass outside these ids.
 
     A negative id and an id that repeats an earlier id of its row are absent entries: their log-probability is −inf.
     Raises ValueError for an id outside the vocabulary.
@@ -218,8 +218,8 @@ def ranked_log_probs(hidden_CE: Tensor, head: OutputHead, labels_C: Tensor, k: i
 
 
 def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
-    """The logits of given ids (−inf for absent entries), the largest logit m of the full vocabulary, and the sum of
-    exp(logit − m) over all other ids. Overwrites logits_CV.
+    """The logits of the ids `ids_CK` (−inf for absent entries), the largest logit m of the full vocabulary, and the
+    sum of exp(logit − m) over all other ids. Overwrites logits_CV.
     """
     present_CK = first_occurrence(ids_CK, head.rows)
     values_CK = _values(logits_CV, ids_CK.masked_fill(~present_CK, -1), head)
@@ -242,7 +242,7 @@ def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) ->
 
 
 def _values(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> Tensor:
-    """The logits of given ids, [C, K]; −inf for negative ids, and for ids outside this rank's shard."""
+    """The logits of the ids `ids_CK`, [C, K]; −inf for negative ids, and for ids outside this rank's shard."""
     start, columns = (0 if head.shard is None else head.shard.start), logits_CV.shape[1]
     columns_CK = ids_CK.long() - start
     is_held_CK = (ids_CK >= 0) & (columns_CK >= 0) & (columns_CK < columns)

@@ -20,7 +20,7 @@ from stillhouse.signals.signal_source import PendingSignals, SignalSource
 class WeightAverage:
     """Exponential moving averages of the student's trained weights on this process, sharded like the weights.
 
-    They are at least float32, because rounding to bfloat16 would lose most of each update.
+    The averages are at least float32, because rounding to bfloat16 would lose most of each update.
     """
 
     def __init__(self, student: DistributedStudent, decay: float):

@@ -73,9 +73,9 @@ class Scorer:
         return outcomes
 
     def tensors(self, requests: Sequence[ScoreRequest], batch_tokens: int | None = None) -> list[dict[str, Tensor]]:
-        """Return the tensors of each request on the CPU. They may not be finite.
+        """Return the tensors of each request on the CPU. The tensors can contain NaN or infinity.
 
-        batch_tokens: the maximum number of tokens in a forward pass of several documents; None for one pass for all
+        batch_tokens: the maximum number of tokens in a forward pass of several documents; None: no maximum
         """
         media_inputs: MediaInputs | None = None
         if any(request.has_media for request in requests):

@@ -41,7 +41,7 @@ from stillhouse.signals.signal_source import PendingSignals, SignalSource
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """The shape of a micro-batch in both layouts.
+    """The shape of a micro-batch in the teacher's layout and in the student's layout.
 
     rows, tokens: the numbers of rows and of tokens per row before padding. teacher_BS, student_BS: the padded shapes
     teacher_number: the micro-batch's number among the micro-batches on which the teacher runs
@@ -133,12 +133,12 @@ class SeparateTeacher(SignalSource):
             dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.ranks.group)
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
-        """Compute `TeacherHidden` at once, on the student's last stage. Signals of later steps would need memory."""
+        """Compute `TeacherHidden` for the student's last stage at once: waiting signals would only need memory."""
         return self.request_some(micro_batches, range(len(micro_batches.all_ranks)))
 
     @torch.no_grad()
     def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> PendingSignals:
-        """Like `request`, but the teacher runs only on the micro-batches with these numbers; the others get zeros."""
+        """Like `request`, but the teacher runs only on micro-batches with these numbers; all others get zeros."""
         step = micro_batches.all_ranks
         has_all = len(numbers) == len(step)
         teacher_micro_batches: Sequence[MicroBatch] = micro_batches if numbers else ()

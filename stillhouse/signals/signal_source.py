@@ -1,6 +1,6 @@
 """The interface of all sources of teacher signals.
 
-pending = source.request(micro_batches)     may be called up to `steps_ahead` steps before the signals are needed
+pending = source.request(micro_batches)     can be called up to `steps_ahead` steps before the signals are needed
 signals = pending.result()                  the signals of each micro-batch of this process, by teacher name
 
 Several teachers are one source, too: each teacher scores all documents, or each document has one teacher.
@@ -24,7 +24,7 @@ from stillhouse.parallel.host_memory import copied_to
 
 @dataclass(frozen=True)
 class PendingSignals:
-    """Signals that were requested, but may not be computed yet.
+    """Signals that were requested, but are perhaps not computed yet.
 
     result: a function that computes the signals of this process's micro-batches, or waits for them, and returns
         them by teacher name.
@@ -75,7 +75,7 @@ class RequestedSteps(Iterator[tuple[ShardedMicroBatches, PendingSignals]]):
     def build_next(self) -> None:
         """Build the next step's micro-batches while the device computes the present step.
 
-        Their signals are not requested yet, because a request may need the weights after the present step.
+        Their signals are not requested yet, because a request can need the weights after the present step.
         """
         if not self._built:
             self._built.extend(islice(self._steps, 1))
@@ -142,7 +142,7 @@ class SeveralTeachers(SignalSource):
             named = {name: signal for name, signals in teachers.items() for signal in signals[number].values()}
             if rows is not None:
                 routed = {name: RoutedSignal(signal, rows[1][number][name]) for name, signal in named.items()}
-                if not self._heads_are_sharded:  # else all ranks must gather the heads in the same order
+                if not self._heads_are_sharded:  # all ranks must gather sharded heads in the same order
                     # teachers without rows are dropped, but at least one is kept
                     with_rows = {name: signal for name, signal in routed.items() if len(signal.index)}
                     routed = with_rows or dict([*routed.items()][:1])

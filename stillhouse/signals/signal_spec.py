@@ -5,7 +5,7 @@ teacher's distribution of token t + 1. The tensors of a signal, in memory, in a 
 
     hidden          [N, E]              "hidden": the teacher's hidden states after its last norm
     ids             [N, K] int32        "top_k": the teacher's top-k ids, the most likely one first
-                                        "chosen": ids that the caller gives
+                                        "chosen": ids that the caller chooses
     log_probs       [N, K]              the log-probabilities of these ids over the full vocabulary
     tail_log_prob   [N] float32         the log of the teacher's mass outside these ids
     ids             [N, M] int32        "sampled": the distinct ids among M draws from the teacher, padded with -1
@@ -60,7 +60,7 @@ class SignalSpec:
         if self.dtype not in DTYPES or (self.kind == "sampled" and self.dtype != "float32"):
             raise ValueError(f"dtype '{self.dtype}' of {self.kind}: expected one of {', '.join(DTYPES)}")
         if self.with_label and self.kind != "top_k":
-            raise ValueError(f"the actual token with {self.kind}: expected it only with top_k")
+            raise ValueError(f"a label (the next token) with {self.kind}: expected a label only with top_k")
         if self.kind == "hidden":
             if (self.top_k, self.temperature) != (None, None):
                 raise ValueError("hidden states have neither top_k nor a temperature: they give every temperature")
@@ -68,7 +68,7 @@ class SignalSpec:
         if self.top_k is None or self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: expected 1 or more ids per token")
         if self.kind == "sampled" and self.top_k > MAX_SAMPLES:
-            raise ValueError(f"top_k={self.top_k} draws per token: expected at most {MAX_SAMPLES}")
+            raise ValueError(f"top_k={self.top_k} sampled ids per token: expected at most {MAX_SAMPLES}")
         if not (self.temperature is not None and 0 < self.temperature < math.inf):
             raise ValueError(f"temperature={self.temperature} of {self.kind}: expected a positive number")
 

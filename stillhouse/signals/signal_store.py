@@ -101,7 +101,7 @@ class SignalStore(ABC):
 
 
 class SignalWatch:
-    """Raises an error `SECONDS_TO_STOP` after a signal such as SIGTERM. A waiting loop has to call it repeatedly."""
+    """Raises an error `SECONDS_TO_STOP` after a signal such as SIGTERM. A waiting loop must call it."""
 
     def __init__(self, error: Exception):
         self._error = error
@@ -162,12 +162,12 @@ class StoredTeacher(SignalSource):
         error, tensors = "", StepTensors()
         with watchdog.nested("the teacher's signals", timed=False) if self.store.may_take_long else nullcontext():
             if reading is not None:
-                require_no_signal = SignalWatch(OSError("a signal came while the run waited for the teacher"))
+                require_no_signal = SignalWatch(OSError("a signal such as SIGTERM came before the teacher's answer"))
                 try:
                     while not wait([reading], SECONDS_BETWEEN_LOOKS).done:
                         require_no_signal()
                     tensors = reading.result()
-                # also RuntimeError, for torch's errors: this process must not fail while the others wait below
+                # also RuntimeError, for torch's errors: this process must not fail while the others wait in `gather`
                 except (ValueError, OSError, RuntimeError, CancelledError) as problem:
                     error = str(problem) or type(problem).__name__
             if error := next(filter(None, self._student.ranks.gather(error)), ""):

@@ -39,7 +39,7 @@ def save_teacher(folder: Path, teacher: Decoder, tokenizer: PreTrainedTokenizerB
 def head_of(folder: Path | str, dtype: str = "auto", *, multimodal: bool = False) -> Decoder:
     """Load the output head from a model's folder, on the CPU, without the layers.
 
-    multimodal: whether to load the class that reads media beside text, if the family also has a class for text only
+    multimodal: whether to load the class that reads media and text, if the family also has a class for text only
     """
     decoder = only_head(partial(empty_decoder, str(folder), dtype=dtype, multimodal=multimodal))
     load_weights(decoder, str(folder), torch.device("cpu"))

@@ -232,7 +232,7 @@ def test_the_model_of_a_complete_run_is_verified(complete_run: Path, tmp_path: P
     raw[-9] ^= 1
     weights.write_bytes(raw)
     refused = run("distill", complete_run / "run.yaml", f"out={out}", code=1)
-    problem = "these files are not what was written: model/model.safetensors; remove that"
+    problem = "these files do not match their hashes: model/model.safetensors; remove that"
     assert f"error: {out}/model is damaged: {problem}" in refused.err
     shutil.rmtree(out / "model")
     run("distill", complete_run / "run.yaml", f"out={out}")

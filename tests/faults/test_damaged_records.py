@@ -116,9 +116,7 @@ def test_a_half_last_line_is_left_out_with_a_note(run_dir: Path, name: str) -> N
     path.write_bytes(complete + b'{"step": 31, "la')
     cut = read_run(run_dir)
     assert (cut.lines, cut.rollouts, cut.eval_samples) == (intact.lines, intact.rollouts, intact.eval_samples)
-    assert cut.notes == [
-        f"The last line of {name} is incomplete and left out: the run was stopped while it wrote it."
-    ]
+    assert cut.notes == [f"The last line of {name} is incomplete and left out: the run ended while writing it."]
     assert cut.notes[0] in Page(write_report(run_dir)).text
     path.write_bytes(complete[:-1])  # a line that is complete except for its newline
     assert read_run(run_dir) == intact

@@ -136,7 +136,7 @@ def test_a_folder_that_another_process_is_writing_to(here: Path) -> None:
 
 
 def test_another_number_of_processes_than_the_layout_needs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "there is one, without torchrun" in fails(here, "parallel.fsdp=2", code=USAGE)
+    assert "there is only one, without torchrun" in fails(here, "parallel.fsdp=2", code=USAGE)
     monkeypatch.setenv("WORLD_SIZE", "8")
     error = fails(here, "parallel.tensor=3", code=USAGE)
     assert error.startswith("parallel: fsdp 2 × tensor 3 needs 6 processes, but torchrun started 8")

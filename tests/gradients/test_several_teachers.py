@@ -110,7 +110,7 @@ def of_equals(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
 
 
 ROUTE, LIVE = {"teachers.route": "subject"}, {"student": "live"}
-ONE_TEACHER = "every step trains documents of one teacher alone"
+ONE_TEACHER = "every step has documents of only one teacher"
 DISTRIBUTIONS = {"teachers.sum": "distributions", "objective.temperature": 2.0}
 OF_CODE: dict[str, Any] = {"weight": 0.5, "temperature": 2.0}
 SERVED = {"url": "that of the server"}

@@ -115,7 +115,7 @@ def test_the_card_states_where_the_student_is_from(trained: Path, tmp_path: Path
         f"2 optimizer steps of 128 tokens; {state['tokens']:,} target tokens in all",
         f"| eval/forward_kl | {first:.4f} | {state['metrics']['eval/forward_kl']:.4f} |",
         "| held-out metric | step 0 | step 2 |",
-        "The weights here are bfloat16. Chat template: the student's own.",
+        "The weights in this folder are bfloat16. Chat template: the student's own.",
         "Layout: 1 process.",
         "stillhouse export out --step 2 --dtype bfloat16 --out FOLDER",
     ):
@@ -219,7 +219,7 @@ def test_nothing_beside_the_new_folder_is_removed(trained: Path, tmp_path: Path)
     other = tmp_path / "made.partial"
     other.mkdir()
     (other / "mine").touch()
-    with pytest.raises(ValueError, match=r"made\.partial exists: another process is writing there"):
+    with pytest.raises(ValueError, match=r"made\.partial exists: another process is writing to it"):
         export_run(trained / "out", tmp_path / "made", None, PLAIN)
     assert [path.name for path in other.iterdir()] == ["mine"]
     (tmp_path / "disk").mkdir()

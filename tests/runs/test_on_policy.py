@@ -93,7 +93,7 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, schedule: str, at: int)
     command = Command("distill", run_yaml, hook=signal_at, hook_arguments=(at, signal.SIGKILL))
     assert command.wait() == -signal.SIGKILL, command.err
     again = run("distill", run_yaml)
-    assert ("has no checkpoint of this run yet: it begins anew, at step 1" in again.out) == (at < 2)
+    assert ("has no checkpoint of this run yet: the run starts anew, at step 1" in again.out) == (at < 2)
     assert rollout_figures(out) == rollout_figures(undisturbed)
     assert contents(out / "model") == contents(undisturbed / "model")
 
@@ -182,7 +182,7 @@ def test_every_kind_of_objective(tmp_path: Path, loss: str, settings: dict[str, 
     [
         ({"objective.loss": "policy_gradient"}, "rollout.reward", "expected a function"),
         ({"rollout.reward": "hooks:length"}, "rollout.reward", "has no effect with objective.loss 'reverse_kl'"),
-        ({"objective.loss": "cross_entropy"}, "objective.loss", "cross_entropy counts on the dataset's completions"),
+        ({"objective.loss": "cross_entropy"}, "objective.loss", "cross_entropy applies to the dataset's completions"),
         ({"rollout.writer": "teacher", "objective.loss": "sampled_kl(k2)"}, "objective.loss", "student's own"),
         ({"rollout.discount": 0.5}, "rollout.discount", "only with policy_gradient"),
     ],

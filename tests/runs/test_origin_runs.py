@@ -65,7 +65,7 @@ def test_gradients_are_those_of_one_process_under_every_layout(tmp_path: Path) -
     ("by_origin", "settings", "key", "problem"),
     [
         ({"dataset": "sampled_kl", "student": "reverse_kl"}, {}, "dataset", "of tokens that the student has sampled"),
-        ({"dataset": "forward_kl", "student": "cross_entropy"}, {}, "student", "that the student has not written"),
+        ({"dataset": "forward_kl", "student": "cross_entropy"}, {}, "student", "completions of the dataset"),
         ({"dataset": "forward", "student": "reverse_kl"}, {}, "dataset", "unknown|expected"),
     ],
 )

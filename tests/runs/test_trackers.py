@@ -56,7 +56,7 @@ def test_a_tracker_without_a_method_is_named_at_the_start(tmp_path: Path, missin
         {"stillhouse.trackers": {"csv": "curves:Csv"}},
         {"curves.py": f"class Csv:\n    library, in_folder = 'csv', False\n{methods}"},
     )
-    expected = f"^track: csv is .*Csv.*, which has no `{missing}`: expected a class as Tracker"
+    expected = f"^track: csv is .*Csv.*, which has no `{missing}`: expected a `Tracker` class"
     with installed(tmp_path / "site"), pytest.raises(ValueError, match=expected):
         open_trackers(RunFolder(tmp_path), ["csv"], Progress(), values={}, warn=print)
 
@@ -239,7 +239,7 @@ def test_a_tracker_that_fails_is_left_out_with_one_warning_and_the_next_process_
     store.unlink()
     gone.rename(store)
     (warning,) = (line for line in capsys.readouterr().out.splitlines() if "warning" in line)
-    assert re.match(r"warning: track: mlflow failed at step 5 \(Exception: .*metrics\.jsonl has everything", warning)
+    assert re.match(r"warning: track: mlflow failed at step 5 \(Exception: .*metrics\.jsonl has all metrics", warning)
     assert (folder / "metrics.jsonl").read_text().count("\n") == 7
     with RunLog(RunFolder(folder), Progress(step=3, log_bytes=at_checkpoint), 9, ["mlflow"], VALUES) as log:
         for step in range(4, 10):

@@ -64,7 +64,7 @@ def test_the_run_folder(finished: tuple[Path, str]) -> None:
     assert re.search(
         r"^step 6/6: [\d,]+ tokens/s, total \d\.\d{4}, cross_entropy \d\.\d{4}, jsd\(0\.5\) \d\.\d{4}, "
         r"rate [\de.-]+, gradient [\d.]+, 00:00 left"
-        r"( \(steps not shown before it: \d\))?$",
+        r"( \(not shown: \d steps before this step\))?$",
         printed,
         re.MULTILINE,
     )
@@ -133,7 +133,7 @@ def test_without_a_terminal_some_steps_are_printed(tmp_path: Path, capsys: pytes
     first, last = capsys.readouterr().out.splitlines()
     assert first == "step 1/9: 10,000 tokens/s, total 1.5000, forward_kl 1.2500, rate 2e-05, gradient 0.712, ? left"
     assert last.startswith("step 9/9: 10,000 tokens/s, total 1.5000, forward_kl 1.2500, rate 2e-05, gradient 0.712, ")
-    assert last.endswith("reward 0.125, length 1,312, waiting 31%, 00:00 left (steps not shown before it: 7)")
+    assert last.endswith("reward 0.125, length 1,312, waiting 31%, 00:00 left (not shown: 7 steps before this step)")
 
 
 @pytest.mark.parametrize("kept", [0, 4])

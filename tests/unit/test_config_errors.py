@@ -51,7 +51,7 @@ def test_a_section_of_another_tool_has_a_line_for_each_key_that_is_known(tmp_pat
     assert [part.key for part in error.parts] == [
         *("trainer.total_epochs", "trainer.default_local_dir", "trainer", "optim")
     ]
-    assert "nothing is known here of its nnodes.x" in str(error)
+    assert "there are no suggestions for its nnodes.x" in str(error)
     names = ["model_name_or_path", "learning_rate", "num_train_epochs", "output_dir", "lmbda", "beta", "seed_", "lr"]
     many = {f"{name}{'_' * number}": 1 for number in range(4) for name in names}
     lines = str(failure(file=yaml_file(tmp_path, json.dumps(many)))).splitlines()

@@ -25,8 +25,8 @@ for command in {commands!r}:
 print({{"torch", "transformers", "numpy"}} & {{*sys.modules}})
 """
 MISTAKES = {
-    "distill run.yaml student.model=./studnt": "2 error: student.model: got './studnt': there is no such folder",
-    "distill run.yaml teacher.model=a/b/c": "2 error: teacher.model: got 'a/b/c': there is no such folder, and it is",
+    "distill run.yaml student.model=./studnt": "2 error: student.model: got './studnt': expected an existing folder",
+    "distill run.yaml teacher.model=a/b/c": "2 error: teacher.model: got 'a/b/c': expected an existing folder, or",
     "check run.yaml data.train=trian.jsonl": "2 error: data.train: no such file or folder: trian.jsonl",
     "check run.yaml data.train=no/*.jsonl": "2 error: data.train: no file matches no/*.jsonl",
     "parity run.yaml data.eval=5%": "2 error: data.eval: no such file or folder: 5% (a share is",
@@ -82,7 +82,7 @@ def test_a_mistake_is_named_before_torch_is_imported(folder: Path, processes: in
 def test_all_mistakes_are_listed_once(folder: Path) -> None:
     overrides = ["student.model=./a", "data.train=b.csv", "rollout.reward=mine:none", "rollout.max_new_tokens=8"]
     config = load_config(folder / "run.yaml", [*overrides, "objective.loss=policy_gradient"])
-    with pytest.raises(ValueError, match="there is no such folder") as error:
+    with pytest.raises(ValueError, match="expected an existing folder") as error:
         check_local(config, ("data",))
     lines = str(error.value).splitlines()
     assert [line.split(":")[0] for line in lines] == ["student.model", "data.train", "rollout.reward"]
