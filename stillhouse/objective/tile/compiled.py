@@ -101,8 +101,8 @@ def as_one_kernel(function: Callable[..., Any], plan: Any, *arguments: Any, part
         _without_compiler.add(where)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(
-            f"torch.compile does not work for {where[0]} here: the objective's work apart from its matrix products "
-            f"takes several times as long, with the same results ({where[1]}: {reason})",
+            f"torch.compile failed for the objective's function {where[1]} on {where[0]}: the function runs without "
+            f"it, with the same results, and takes several times as long ({reason})",
             stacklevel=2,
         )
         return function(plan, *arguments)
