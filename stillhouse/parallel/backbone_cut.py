@@ -7,8 +7,8 @@ only if no layer reads any other value that another stage computes.
 Two runs of the backbone prove this. Recorders replace the layers. The first run gets token ids, as on the first
 stage. The second run gets hidden states and lacks the parts of other stages, as on later stages. The backbone must
 pass each layer's output to the next layer. All other arguments of the layers must be equal in both runs, and must not
-depend on embeddings or on other layers. The backbone has no parts outside the language model in the two runs, such as
-a vision tower, which only the first stage has. Another proof covers these parts.
+depend on embeddings or on other layers. In the two runs, the backbone lacks the parts outside the language model,
+such as a vision tower, which only the first stage has. Another proof covers these parts.
 
 B rows, S columns, D width.
 """
@@ -144,7 +144,7 @@ def cut_backbone(config: PreTrainedConfig, name: str, returns_tuple: bool) -> Ba
     run.require_chain(output, decoder.width)
     states: dict[int, int] = {}
     named = [named for arguments in run.arguments for named in arguments.items()]
-    # layers can keep states for later layers in a dict that the backbone passes to them
+    # layers can keep states for later layers in a dict that the backbone passes to all layers
     if keys := {key for key, value in named if isinstance(value, MutableMapping) and not value}:
         if (shared := ModelFacts(config).shared_states) is None:
             raise DependenceError(f"the layers of {name} share states in {name_list(keys)}: {UNCUT}")
@@ -177,7 +177,7 @@ def remove_part(backbone: nn.Module, path: str) -> None:
     part = getattr(parent, leaf)
     if isinstance(part, nn.Parameter):
         delattr(parent, leaf)
-        setattr(parent, leaf, torch.empty(0))  # the family's code may initialise it
+        setattr(parent, leaf, torch.empty(0))  # the family's code may initialise this attribute
     else:
         is_embedding = isinstance(part, nn.Embedding | _RandomEmbedding)
         setattr(parent, leaf, _AbsentEmbedding(part) if is_embedding else PassThrough())
@@ -211,7 +211,7 @@ def _children(decoder: Decoder, name: str) -> tuple[str, str]:
     }
     if missing := wanted.keys() - names.keys():
         raise DependenceError(
-            f"the language model of {name} does not contain {name_list(missing)} as its direct children: {UNCUT}"
+            f"the language model of {name} does not contain {name_list(missing)} as direct children: {UNCUT}"
         )
     return names["an embedding"], names["one list of layers"]
 

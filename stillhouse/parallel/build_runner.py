@@ -99,7 +99,7 @@ def only_head(build: Callable[[], Decoder]) -> Decoder:
 
 
 class _Received(BaseModelOutput):
-    """The output of a backbone without layers. All other fields that a family reads from it are None."""
+    """The output of a backbone without layers. Fields that a family reads, and that are not set, are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -132,7 +132,7 @@ def _build(
     student, teacher = student_source.build(), None if teacher_source is None else teacher_source.build()
     # the configuration has this rule, too, but parity builds layouts that do not come from the configuration
     if student.mtp is not None and layout.stages > 1 and SCHEMES[layout.schedule].splits_backward:
-        # torch (2.13) runs backward twice through the graph that the depths share; the first run frees its buffers
+        # torch (2.13) runs backward twice through the graph that MTP depths share; the first run frees its buffers
         raise ValueError(
             f"schedule {layout.schedule} with multi-token prediction: torch cannot split the backward of the last "
             "stage into input and weights; expected schedule gpipe, 1f1b or interleaved"

@@ -57,7 +57,7 @@ def gradient_norm(held: Iterable[nn.Parameter], processes: int, ranks: Ranks) ->
     if all(gradient.is_cuda and gradient.dtype != torch.float64 for gradient in gradients):
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         squares = list(torch._foreach_mul(norms, norms))
-    else:  # on a CPU, `_foreach_norm` sums in another order, and no bit of the results on a CPU must change
+    else:  # on a CPU, `_foreach_norm` sums in another order, which would change the last bits of the results
         squares = [gradient.float().square().sum() for gradient in gradients]
     shares = torch._foreach_div(squares, [float(copies(parameter, processes)) for parameter in counted])
     return ranks.sum(torch.stack(shares).sum()).sqrt()

@@ -25,7 +25,9 @@ class LayerLoss:
         return nullcontext()
 
     def losses(self) -> list[tuple[str, Tensor]]:
-        """Return names and values after the student's forward. A value is a sum over target tokens, not scaled."""
+        """Return the names and values of the losses, after the student's forward. A value is a sum over target
+        tokens, without the loss's factor.
+        """
         return []
 
 
@@ -57,7 +59,10 @@ class LayerLosses(Protocol):
 
 @dataclass(frozen=True)
 class MtpLayersRun(LayerLosses):
-    """Runs the student's MTP layers on the stage with the head, without a loss. next_tokens: appends the ids"""
+    """Runs the student's MTP layers on the stage with the head, without a loss.
+
+    next_tokens: appends the ids of the next columns.
+    """
 
     next_tokens: NextTokens
 

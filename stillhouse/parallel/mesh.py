@@ -30,7 +30,7 @@ class Degrees:
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
-    expert: int = 1  # over processes of the fsdp, context and tensor axes, not additional ones
+    expert: int = 1  # distributes experts over the processes of the fsdp, context and tensor axes
 
     @property
     def processes(self) -> int:
@@ -66,7 +66,7 @@ class Mesh:
     tokens: the mesh of the tokens, with the axes (pipeline, data, context, tensor).
     ranks: all processes of the mesh.
     reverse_pipeline: a second group along the pipeline axis, for messages to earlier stages; None if the axis has
-        size 1. Because each direction has a group, two ranks can issue their messages in different orders.
+        size 1. With a group for each direction, two ranks can issue messages in different orders.
     """
 
     weights: DeviceMesh
@@ -99,7 +99,7 @@ class Mesh:
                 self.reverse_pipeline = group
 
     def sharding(self, grid: DeviceMesh) -> DeviceMesh:
-        """Return the axes of `weights` or `experts` that `apply_fsdp` needs: (shard), or (replicate, shard)."""
+        """Return the submesh of `weights` or `experts` for `apply_fsdp`: (shard), or (replicate, shard)."""
         return grid["replicate", "shard"] if self.degrees.replicate > 1 else grid["shard"]
 
     @property

@@ -18,8 +18,8 @@ from stillhouse.config import ConfigError
 from stillhouse.dry_run import replaceable
 from stillhouse.parallel.host_memory import copied_to
 
-#: the bytes that the first message of `Ranks.exchange` has for a content's length, and for the content's first part.
-#: A step's metrics fit into this first part
+#: the sizes in bytes of the two parts of the first message of `Ranks.exchange`: the content's length, and the first
+#: bytes of the content. A step's metrics fit into the second part
 LENGTH_BYTES, FIRST_BYTES = 8, 1016
 _SECONDS_BETWEEN_LOOKS = 0.02
 
@@ -76,7 +76,7 @@ class Ranks:
         return [text[LENGTH_BYTES:end].tobytes() for text, end in zip(texts, ends, strict=True)]
 
     def exchange_padded(self, content: bytes, longest: int) -> Tensor:
-        """Return the contents of all processes [ranks, longest] in host memory, padded with zeros to `longest` bytes.
+        """Return the contents of all processes, padded with zeros to `longest` bytes [ranks, longest], on the CPU.
         The call waits for the device once.
         """
         encoded = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)

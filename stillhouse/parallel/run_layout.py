@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def changes_results(self) -> bool:
-        """Whether other operations or dtypes than those of the loaded model can change the results."""
+        """Whether compilation or a residual dtype can change a model's results."""
         return self.compile or self.residual_dtype is not None
 
     @property

@@ -245,7 +245,7 @@ class Runner(DistributedStudent):
 
     @contextmanager
     def gradients_summed(self) -> Iterator[None]:
-        """Sum over the tensor ranks what the block adds to the gradients of `summed_over_tensor_ranks`."""
+        """Sum over the tensor ranks the gradients that the block adds to `summed_over_tensor_ranks`."""
         before = [parameter.grad for parameter in self.summed_over_tensor_ranks]
         for parameter in self.summed_over_tensor_ranks:
             parameter.grad = None

@@ -47,7 +47,7 @@ class ModelSource:
     build: returns the full model, with weights or on the meta device. It is called once for each stage of a process.
     load_weights: loads the weights of the distributed model. It is None if `build` returns a model with weights.
     teacher_is_base: whether the teacher is this student without its adapter.
-    offload: whether FSDP keeps the shards of this model in host memory between uses, even if the layout does not.
+    offload: whether FSDP keeps the shards of this model in host memory between uses, even without `Layout.offload`.
     name: the model's name in errors.
     is_proven: whether `build` returns a full model that has already been proven, for example by `Decoder`.
     without_noise: whether `build` removes dropout and routers' noise; then their absence must be proven.
@@ -116,7 +116,7 @@ def load_weights(
 
     The decoder can already be cut into a stage, and sharded.
 
-    offload: keep parameters in host memory, and only buffers on the device.
+    offload: whether to keep the parameters in host memory, and only the buffers on the device.
 
     Raises the errors of `read_weights`.
     """

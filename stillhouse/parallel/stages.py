@@ -137,7 +137,9 @@ def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
     for layer, teacher_layer in (pair for loss in student.layer_losses.values() for pair in loss.layer_pairs):
         stage = next(stage for stage in stages if layer in stage.student)
         if teacher_layer not in (layers := stage.teacher):
-            expected = f"one of {layers.start} to {layers.stop - 1}" if layers else "another layer of the student"
+            expected = (
+                f"teacher layer {layers.start} to {layers.stop - 1}" if layers else "another layer of the student"
+            )
             raise ValueError(
                 f"layer {layer} of the student is on stage {stage.number + 1} of {stage.count}, and layer "
                 f"{teacher_layer} of the teacher is not: a pair of layers must be on one stage; expected "

@@ -181,7 +181,7 @@ class Watchdog:
             ]
             return " and ".join(lines), set(silent)
         state = self.state
-        # longer than the limit for heartbeats, so that a suspended rank is reported by its missing heartbeats
+        # this limit is longer than the limit for heartbeats, so that a suspended rank is reported by its heartbeats
         if not state.timed or now - state.since <= self.seconds + 3 * self._interval:
             return None
         if behind := [rank for rank, peer in self._peers.items() if peer.number < state.number]:

@@ -43,7 +43,7 @@ class StepCounts:
     traffic: the bytes that kernels other than products and attention read and write.
     messages, sent: the number of collectives and point-to-point messages by group and operation, and their bytes. The
         bytes of a message are the size of its largest tensor on this rank.
-    peak: the bytes in use when the device's memory has its largest use, by purpose.
+    peak: the bytes in use by each purpose, at the time when most of the device's memory is in use.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
@@ -255,7 +255,7 @@ def _is_on_device(tensor: Tensor) -> bool:
 
 
 def _place() -> str:
-    """Return the innermost function on the stack of this package without `plan/`, or if none, of transformers."""
+    """Return the innermost function of the stack that is in this package outside of `plan/`, or in transformers."""
     frame, other = sys._getframe(1), None
     while frame is not None:
         file, function = frame.f_code.co_filename, frame.f_code.co_name

@@ -1,4 +1,4 @@
-"""The devices that a plan knows: the manufacturers' figures, and the shares of them that this package reaches.
+"""The devices that a plan knows: the manufacturers' figures, and the shares of these figures that kernels reach.
 
 Peaks, bandwidths and memory are those of the SXM modules and of the RTX 4090 (with sums in float32). The shares were
 measured on one H100 (`docs/gpu.md`) and are assumed for the other devices.

@@ -60,13 +60,13 @@ def planned(job: Mapping[str, Any]) -> PlannedRank:
 
 
 def whole(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counts of a rank as JSON. Raises the errors of a run whose models do not fit their layout."""
+    """Return the counts of a rank, for JSON. Raises the errors of a run whose models do not fit their layout."""
     rank = planned(job)
     return asdict(_counted(rank, rank.operations_per_token))
 
 
 def shapes(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each model's `Cost`, sizes and tying, by section. Raises ConfigError if the layers of a model differ."""
+    """Return the `Cost` and the sizes of each model, by section. Raises ConfigError if layers of a model differ."""
     answer = {}
     for section, model in planned(job).models.items():
         decoder = empty_decoder(model)
@@ -84,7 +84,7 @@ def shapes(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parts(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counts of the three short steps, by name, as JSON."""
+    """Return the counts of the three short steps, by name, for JSON."""
     return {name: asdict(counts) for name, counts in _short_steps(planned(job)).items()}
 
 
@@ -110,7 +110,7 @@ def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
     second_layers = [(student, steps["student"]), (teacher, steps["teacher"])]
 
     def total(before: Any, others: list[Any]) -> Any:
-        """Extrapolate a count: add the increase by each model's second layer, times its layers after the first."""
+        """Extrapolate a count: for each layer of a model after the first, add the increase by its second layer."""
         if isinstance(before, Mapping):
             keys = dict.fromkeys(key for counts in (before, *others) for key in counts)
             return {key: total(before.get(key, 0), [other.get(key, 0) for other in others]) for key in keys}
@@ -177,7 +177,7 @@ def _write_short_model(model: str, folder: Path, layers: int) -> None:
     """Write the configuration of a model with fewer layers."""
     values = json.loads((Path(model) / "config.json").read_text())
     values["tie_word_embeddings"] = empty_decoder(model).tied  # the weights' files can have an untied head
-    language = values.get("text_config", values)  # a vision-language model has a section
+    language = values.get("text_config", values)  # the section of a vision-language model
     for key, value in language.items():
         if isinstance(value, list) and key.endswith("layer_types"):
             language[key] = [value[0]] * layers

@@ -1,4 +1,4 @@
-"""Imitates a CUDA device without a GPU, for fake tensors: answers torch's questions to the driver, replaces kernels.
+"""Imitates a CUDA device without a GPU, for fake tensors: replaces kernels, and torch's calls of the driver.
 
 All changes to torch that a dry run needs are in this file, with their reasons; `child.py` loads the part in C++. In
 place of each kernel of Triton or torch.compile, `torch.ops.stillhouse.kernel` is called with the tensors that the

@@ -116,7 +116,7 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
         if teacher.source_kind.is_store:
             raise ConfigError(
                 f"{section}.{teacher.signals_from}",
-                f"a plan does not have such signals; expected {section}.model, whose layers run in the job, or "
+                f"a plan has no signals of this source; expected {section}.model, whose layers run in the job, or "
                 f"{section}=null for a plan of the student only",
             )
         if teacher.parallel is not None:
@@ -187,7 +187,7 @@ def _set_completions(
 
 
 class DryRuns:
-    """Processes that dry-run ranks. A process starts when a job finds no idle process. All end after the block."""
+    """Processes that dry-run ranks. A process starts when a job finds no idle process. All end with the block."""
 
     def __enter__(self) -> Self:
         self._idle: LifoQueue[subprocess.Popen[str] | None] = LifoQueue()

@@ -18,8 +18,8 @@ _PASSES = {"allreduce": 2.0, "all_reduce": 2.0}
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 #: the axes whose messages FSDP overlaps with computation
 _OVERLAPPED = frozenset(("shard", "replicate"))
-#: the time of a schedule's bubble for each pipeline rank after the first, in times of one micro-batch on a rank;
-#: 1 for schedules that are not listed
+#: the time of a schedule's bubble for each pipeline rank after the first, as a multiple of a rank's time for one
+#: micro-batch; 1 for schedules that are not listed
 _BUBBLES = {"interleaved": 1 / 2, "zero_bubble": 1 / 6, "zbv": 0.0}
 
 

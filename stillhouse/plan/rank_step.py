@@ -126,7 +126,7 @@ def rank_steps(planned: PlannedRank, properties: SimpleNamespace, tokens: Sequen
             with _labelled(engine, source, device):
                 for _ in tokens:
                     device.restart()
-                    _run(engine, requests, device)  # the end of this function frees its tensors
+                    _run(engine, requests, device)  # a function, whose end frees its tensors
                     counted.append(device.restart())
         return counted
 

@@ -1,4 +1,4 @@
-"""The losses beside the objective. They are computed inside the student's layers or at its MTP depths.
+"""The losses that are added to the objective. They are computed inside the student's layers or at its MTP depths.
 
 A loss is a subclass of `LossPart`, and an entry of the group `stillhouse.parts` (`engine/part_kinds.py`).
 """

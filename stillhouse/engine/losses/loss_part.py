@@ -1,4 +1,4 @@
-"""The interface of the losses beside the objective."""
+"""The interface of the losses that are added to the objective."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +26,17 @@ class LossSections:
 
 
 class LayerTerm(NamedTuple):
-    """scale: the factor of the term's mean in the step's loss. metric: the metric key of this mean."""
+    """A term of a step's loss. scale: the factor of the term's mean. metric: the metric key of this mean."""
 
     scale: float
     metric: str
 
 
 class LossPart(LayerLosses, Protocol):
-    """An immutable loss beside the objective; `start` returns a micro-batch's state. key: the configuration key."""
+    """A loss that is added to the objective. It is immutable, and `start` returns the state of a micro-batch.
+
+    key: the configuration key.
+    """
 
     key: ClassVar[str]
 
@@ -77,11 +80,11 @@ class LossPart(LayerLosses, Protocol):
         return {}
 
     def held_out(self) -> Self | None:
-        """Return the loss to measure on held-out documents, or None if there is none."""
+        """Return the loss that is measured on held-out documents, or None if none is measured."""
         return None
 
     def silent(self) -> Self | None:
-        """Return this loss with factor 0 if its layers must run in steps that minimise other losses, else None."""
+        """Return this loss with factor 0 if its layers must also run in steps without this loss, and None if not."""
         return None
 
     def check_rows(self, decoder: Decoder, student: StudentConfig) -> Mapping[str, str]:

@@ -76,7 +76,9 @@ class MtpLoss(LossPart):
             spec = replace(parsed, teachers=spec.teachers, is_mixture=spec.is_mixture)
         if mtp.signal == "student":
             if spec.divergence is None:
-                raise ConfigError("student.mtp.signal", f"got student, but '{spec.in_words()}' has no divergence")
+                raise ConfigError(
+                    "student.mtp.signal", f"got student, but '{spec.in_words()}' has no divergence: expected teacher"
+                )
             return cls(replace(spec, teachers={}, is_mixture=False), mtp.depths, mtp.scale, from_student=True)
         if spec.needs_teacher and not sections.has_teacher:
             raise ConfigError(

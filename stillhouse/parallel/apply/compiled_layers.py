@@ -67,7 +67,8 @@ def layers_not_compiled() -> Iterator[None]:
 
 
 def _forward(kind: type[nn.Module], compiled: Forward, checkpoint: Forward | None) -> Forward:
-    """Return the `forward` of layers of a class, which runs the compiled function, or `kind.forward` with a cache.
+    """Return a `forward` for layers of the class `kind`. It runs the compiled function; with a cache of keys and
+    values, it runs `kind.forward`.
 
     checkpoint: transformers' function that calls a function, and calls it again in backward.
     """
@@ -85,7 +86,7 @@ def _forward(kind: type[nn.Module], compiled: Forward, checkpoint: Forward | Non
         if any(options.get(name) is not None for name in _CACHES):
             return kind.forward(layer, *arguments, **options)
         nonlocal checkpoint
-        checkpoint = _taken_checkpoint(layer) or checkpoint  # can be enabled later
+        checkpoint = _taken_checkpoint(layer) or checkpoint  # it may be enabled after compiling
         if checkpoint is not None and layer.training:
             return checkpoint(partial(run, layer, **options), *arguments)
         return run(layer, *arguments, **options)

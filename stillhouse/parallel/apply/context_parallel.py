@@ -257,6 +257,6 @@ def _ulysses(
 
 
 def _all_to_all(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Send a chunk of dim 1 to each rank; concatenate received chunks along dim 2. Differentiable."""
+    """Send a chunk of dim 1 to each rank; concatenate the received chunks along dim 2, differentiably."""
     outgoing = torch.stack(tensor.chunk(group.size(), 1))
     return torch.cat(all_to_all_single_autograd(outgoing, None, None, group).unbind(0), 2)

@@ -74,7 +74,8 @@ def apply_fsdp(
         inner(decoder.head, mesh=mesh, reshard_after_forward=reshard_after_forward and not head_trains)
     # a frozen decoder is a teacher, whose tied head is used after the teacher's forward (`DecoderHead`)
     keep_gathered = trains or (decoder.tied and decoder.has_head)
-    # not in gather_dtype, which would round the gradient of an embedding row, a sum over all occurrences of its token
+    # the root does not use gather_dtype, which would round the gradient of an embedding row; this gradient is a sum
+    # over all occurrences of a token
     shard(decoder, mesh=mesh, reshard_after_forward=reshard_after_forward and not keep_gathered)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
@@ -94,7 +95,7 @@ def _require_one_dtype(decoder: Decoder, layers: Sequence[nn.Module]) -> None:
 
 
 def _by_shared_weights(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return groups of layers. Layers that share a weight are in one group, because FSDP shards a weight once."""
+    """Return groups of layers. Layers that share a weight form a group, because FSDP shards a weight only once."""
     groups: list[tuple[set[int], list[nn.Module]]] = []
     for layer in layers:
         weights, members = {id(parameter) for parameter in layer.parameters()}, [layer]

@@ -93,8 +93,8 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
     facts, model_type = ModelFacts(config), f"model type '{config.model_type}'"
     if not (plan := facts.parallel_plan("tp")):
         raise ValueError(f"{model_type} has no tensor-parallel plan in transformers: expected tensor=1")
-    # without experts, because each rank gets some complete experts, and without the embedding (transformers 5.17),
-    # which is sharded by rows, like the head
+    # ignore the plan for experts, because each rank gets some complete experts, and for the embedding, because it is
+    # sharded by rows, like the head (plans name the embedding in transformers 5.17)
     plan = {name: style for name, style in plan.items() if not is_of_experts(name) and style != "embedding_rowwise"}
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
         raise ValueError(
