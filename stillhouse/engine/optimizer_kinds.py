@@ -62,8 +62,8 @@ class AdamW8bit(OptimizerKind):
 
         if torch._dynamo.config.disable:
             raise ValueError(
-                "got adamw_8bit with TORCH_COMPILE_DISABLE=1, but torchao has to compile this optimizer's step: "
-                "expected adamw, or TORCH_COMPILE_DISABLE=0"
+                "got adamw_8bit with compiling turned off (TORCH_COMPILE_DISABLE=1), and torchao must compile this "
+                "optimizer's step: expected adamw, or compiling turned on"
             )
 
     @classmethod
