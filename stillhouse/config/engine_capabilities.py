@@ -21,8 +21,8 @@ class EngineCapabilities:
     without: the keys that must have their defaults, and `key=value` for a value that the engine does not support.
     schedules: the supported pipeline schedules. If it is None, all schedules are supported.
     axes: the degrees that `stillhouse parity` sets above 1.
-    sequence: whether the engine has `parallel.sequence`. If so, experts need it under tensor parallelism.
-    settings: whether the key `parallel.<name of the engine>` contains settings by the engine's own names.
+    sequence: whether the engine has `parallel.sequence`. If so, experts need this key under tensor parallelism.
+    settings: whether the key `parallel.<name of the engine>` contains settings under the engine's own names.
     recomputes: whether the engine itself recomputes layers in backward (`Layout.recompute`).
     always_in_group: whether a single process also needs a process group.
     """
@@ -37,7 +37,7 @@ class EngineCapabilities:
     always_in_group: bool = False
 
     def __iter__(self) -> Iterator[str]:
-        """The capabilities in words, for `stillhouse info`."""
+        """Yield the capabilities in words, for `stillhouse info`."""
         yield "all schedules" if self.schedules is None else f"schedules {enumerated(self.schedules, 'and')}"
         if self.sequence:
             yield "sequence parallelism"
@@ -46,5 +46,5 @@ class EngineCapabilities:
 
 
 def capabilities(engine: str) -> EngineCapabilities:
-    """The capabilities of a registered engine."""
+    """Return the capabilities of a registered engine."""
     return load(GROUP, engine).capabilities

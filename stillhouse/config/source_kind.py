@@ -1,4 +1,4 @@
-"""The interface of a kind of source of a teacher's signals, which is an entry of the group `stillhouse.sources`.
+"""The interface of the entries of the group `stillhouse.sources`: kinds of sources for a teacher's signals.
 
 `run/source_kinds.py` has the built-in kinds, except for `url`. A kind is a key of a teacher's section, such as
 `teacher.url`. The rules between keys follow from the kinds.
@@ -17,15 +17,16 @@ WEIGHT_KEYS = ("parallel", "attention", "revision", "trust_remote_code", "dtype"
 
 @dataclass(frozen=True)
 class SourceKind:
-    """A kind of source. The defaults fit a store that has signals only for the data.
+    """A kind of source. The defaults fit a store that has signals only for the run's data.
 
     key: the key in a teacher's section; the entry point has this name. title: the source in words; {} is replaced by
         the value of the key.
-    is_store: whether `open` opens a `SignalStore`. Otherwise `source` makes a `SignalSource`.
+    is_store: whether the source is a `SignalStore`, which `open` opens. If not, `source` makes a `SignalSource`.
     needs_model: whether the source runs `teacher.model` in this job, so that this key must be set, too.
-    beside: the keys among `WEIGHT_KEYS` and `model` that may also be set. because: the reason why other keys have no
-        effect.
-    options: the keys that have an effect only with this source. With `signal`, the user chooses the signal.
+    beside: the keys among `WEIGHT_KEYS` and `model` that can be set together with this key. because: the reason why
+        all others of these keys have no effect.
+    options: the keys that have an effect only with this source. If `signal` is one of them, the user chooses the
+        kind of signal.
     any_tokens: whether there are signals for tokens outside the data: for completions, and after a prefix.
     compares_tokenizer: whether a run refuses a teacher with another tokenizer than the student's.
     is_address: whether the value of the key may change when a run is resumed.
@@ -48,11 +49,11 @@ class SourceKind:
         return self.key == "model" or self.needs_model
 
     def rules(self) -> Iterable[Any]:
-        """The rules about keys of a teacher's section (`Rule`) that do not follow from the properties above."""
+        """Return the rules (`Rule`) for keys of a teacher's section that do not follow from the fields above."""
         return ()
 
     def open(self, section: str, teacher: Any, objective: Any, batch_tokens: int) -> Any:
-        """Open the `SignalStore` of a teacher. Raises ConfigError if it cannot be used.
+        """Open the `SignalStore` of a teacher. Raises ConfigError if the store cannot be used.
 
         section: the key of the teacher's section. teacher: the section. objective: the `RunObjective`.
         batch_tokens: the maximum number of tokens in a forward pass of a teacher in this job.
@@ -73,7 +74,7 @@ class SourceKind:
 
 
 def source_kinds() -> dict[str, SourceKind]:
-    """The registered kinds by key: `model`, then the others, those with fewer restrictions first.
+    """Return the registered kinds by key: first `model`, then all others, in the order of increasing restrictions.
 
     If two kinds exclude each other, the error names the later kind.
     """

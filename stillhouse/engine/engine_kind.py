@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EngineKind(ABC):
-    """The capabilities of an engine, and methods that build it. `state_folder.py` names a checkpoint's tensors."""
+    """The capabilities of an engine, and the methods that build its students and the engine itself."""
 
     capabilities: ClassVar[EngineCapabilities]
 
@@ -30,7 +30,9 @@ class EngineKind(ABC):
         *,
         teacher_head_only: bool = False,
     ) -> "DistributedStudent":
-        """Build and prove this process's part of the student, and of a teacher in the student's stages. A collective.
+        """Build and prove this process's part of the student, and of a teacher in the student's stages.
+
+        This is a collective.
 
         teacher_head_only: whether the last stage gets the teacher's head, and no stage gets the teacher's layers.
         """

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 class OptimizerKind(Protocol):
     """An entry of the group `stillhouse.optimizers`. An optimizer class derives from `KnownState` if its state before
-    the first step differs from the state of torch's AdamW and Adafactor.
+    the first step differs from the state of torch's AdamW or Adafactor.
 
     capabilities: `SHARDED` if the result is the same for a sharded and for an unsharded matrix, so that all layouts
-        are possible. `OFFLOADED` if weights and state may be in host memory.
+        are possible. `OFFLOADED` if weights and state can be in host memory.
     """
 
     capabilities: ClassVar[tuple[str, ...]] = ()
@@ -57,13 +57,13 @@ class AdamW8bit(OptimizerKind):
     @classmethod
     def require(cls) -> None:
         if importlib.util.find_spec("torchao") is None:
-            raise ValueError("torchao is not installed; pip install 'stillhouse[low-bit]'")
+            raise ValueError("torchao is not installed: run pip install 'stillhouse[low-bit]'")
         import torch
 
         if torch._dynamo.config.disable:
             raise ValueError(
-                "got adamw_8bit with compiling turned off (TORCH_COMPILE_DISABLE=1), and torchao compiles its step: "
-                "expected adamw, or compiling"
+                "got adamw_8bit with compiling turned off (TORCH_COMPILE_DISABLE=1), and torchao must compile this "
+                "optimizer's step: expected adamw, or compiling turned on"
             )
 
     @classmethod

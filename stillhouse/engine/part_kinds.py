@@ -1,4 +1,4 @@
-"""The losses beside the objective, as entries of the group `stillhouse.parts`: their keys and rules, without torch.
+"""The losses that are added to the objective, as entries of the group `stillhouse.parts`: keys and rules, no torch.
 
 The configuration reads the entries while its sections are defined, so this module imports no section at its top.
 """
@@ -22,7 +22,7 @@ class PartKind(Protocol):
 
     @classmethod
     def rules(cls) -> "Iterator[Rule]":
-        """The combinations of keys that this loss does not allow."""
+        """Yield rules for the combinations of keys that this loss does not allow."""
         yield from ()
 
     @classmethod
@@ -62,7 +62,7 @@ class MtpKind(PartKind):
 
         for key in ("student.adapter", "rollout", "parallel.expert", "teachers.route", "teacher.cross_tokenizer"):
             yield excludes(key, "student.mtp")
-        # torch (2.13) runs backward twice through the graph that the depths share; the first run frees its buffers
+        # torch (2.13) runs backward twice through the graph that MTP depths share; the first run frees its buffers
         yield Rule(
             ("parallel.schedule", "parallel.pipeline", "student.mtp"),
             lambda schedule, stages, mtp: mtp is not None and stages > 1 and schedule in ("zero_bubble", "zbv"),
@@ -83,7 +83,9 @@ class RouterKind(PartKind):
         from stillhouse.config.rule import excludes
 
         yield excludes("objective.router_aux_loss", "student.mtp")
-        yield excludes("train.compile", "objective.router_aux_loss", because="compiled layers do not run its hooks")
+        yield excludes(
+            "train.compile", "objective.router_aux_loss", because="compiled layers run no hooks in routers"
+        )
 
     @classmethod
     def part(cls) -> "type[LossPart]":

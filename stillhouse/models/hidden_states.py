@@ -92,7 +92,7 @@ class HiddenMatch(LayerLossModule):
             set_from_global(weight, torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5)
 
     def _add_loss(self, pair: HiddenPair, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook of a student's layer: adds the pair's loss to the graph and records it."""
+        """Forward hook of a student's layer: adds the pair's loss to the graph and records its value."""
         loss = self.current.value
         if loss is None or not torch.is_grad_enabled():
             return output

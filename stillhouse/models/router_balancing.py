@@ -2,10 +2,10 @@
 
 For each sequence and layer, the loss is X · Σ_x f_x P_x over X experts. f_x is the share of tokens that choose expert
 x; it has no gradient. P_x is the mean probability of expert x. This is eq. 4 of Fedus et al. 2021 (arXiv:2101.03961),
-but f counts all K choices of a token, and sequences are separate as in eq. 17 of DeepSeek-V3 (arXiv:2412.19437). The
-loss of a balanced sequence is K. A micro-batch has complete sequences, so the loss does not depend on how a step is
-split into micro-batches or over data and pipeline ranks. Context ranks sum their choices with an all-reduce. The loss
-is linear in P, so each context rank computes only the summands of its tokens' probabilities.
+but f counts all K choices of a token, and each sequence has its own loss, as in eq. 17 of DeepSeek-V3
+(arXiv:2412.19437). The loss of a balanced sequence is K. A micro-batch has complete sequences, so the loss does not
+depend on how a step is split into micro-batches or over data and pipeline ranks. Context ranks sum their choices with
+an all-reduce. The loss is linear in P, so each context rank computes only the summands of its tokens' probabilities.
 
 B sequences, S tokens of a sequence on this rank, T = B·S, X experts, K chosen experts per token.
 """
@@ -63,13 +63,13 @@ class RouterBalance(LayerLossModule):
 
     @property
     def is_active(self) -> bool:
-        """Whether routers have to add the loss."""
+        """Whether routers must add the loss in the current forward."""
         return self.current.value is not None and torch.is_grad_enabled()
 
     def with_balance(self, name: str, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """Return a router's scores with unchanged values, and with its loss in their autograd graph.
 
-        logits [N·L, X], chosen [N·L, K]: the values of the layers' rows.
+        logits [N·L, X], chosen [N·L, K]: the values for the N rows of L columns that the layers get.
 
         Raises ValueError if the router has already added this loss.
         """

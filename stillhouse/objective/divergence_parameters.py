@@ -14,7 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 class Definition(NamedTuple):
     """The texts about a divergence for expressions, error messages and docs/objective.md.
 
-    name: the divergence's name in expressions and metrics. value, slope: formulas of f, and of h up to a constant.
+    name: the divergence's name in expressions and metrics.
+    value, slope: formulas of the functions f and h of `divergence.py`; the formula of h is up to a constant.
     domain: the allowed parameters. infinite: which probabilities of zero make the divergence infinite.
     example: example parameters, if some are required. synonyms: other projects' names for the divergence.
     """
@@ -82,7 +83,7 @@ class JensenShannonParameters(Parameters):
     normalized: bool = False
 
     def __post_init__(self) -> None:
-        self.require(0 < self.beta < 1, "use forward_kl or reverse_kl, or normalized=True near 0 or 1")
+        self.require(0 < self.beta < 1, "for 0 or 1, use forward_kl or reverse_kl; near them, use normalized=True")
         if self.normalized not in (True, False):
             raise ValueError(f"jsd(normalized={self.normalized}): expected True or False")
 
@@ -92,7 +93,7 @@ class _SkewParameters(Parameters):
     alpha: float
 
     def __post_init__(self) -> None:
-        self.require(0 <= self.alpha < 1, "it is zero everywhere at alpha = 1")
+        self.require(0 <= self.alpha < 1, "for alpha = 1, the divergence is always zero")
 
 
 class SkewForwardKLParameters(_SkewParameters):
@@ -138,12 +139,12 @@ class AlphaBetaParameters(Parameters):
     def __post_init__(self) -> None:
         is_finite = math.isfinite(self.alpha) and math.isfinite(self.beta)
         in_domain = is_finite and (self.alpha + self.beta == 0 or min(self.alpha, self.beta) >= 0)
-        self.require(in_domain, "a negative exponent is infinite at a probability of zero")
+        self.require(in_domain, "a probability of zero with a negative exponent is infinite")
 
 
 #: parameters of divergences by their names in expressions
 DivergenceKinds = Mapping[str, type[Parameters]]
-#: the parameters of this package's divergences. A run's configuration also knows those of other packages
+#: the parameters of this package's divergences. A run's configuration also knows the divergences of other packages
 PARAMETERS: DivergenceKinds = {
     kind.definition.name: kind
     for kind in (
@@ -159,7 +160,7 @@ PARAMETERS: DivergenceKinds = {
 
 
 def require_weight(weight: float, part: Parameters) -> None:
-    """Require that the weight of a divergence in a sum is a positive number."""
+    """Raise ValueError unless the weight of a divergence in a sum is a positive number. part: the divergence"""
     if isinstance(weight, bool) or not (weight > 0 and math.isfinite(weight)):
         raise ValueError(f"weight {weight} of {part}: expected a positive number")
 

@@ -13,13 +13,15 @@ RatioOf = Literal["token", "sequence"]
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """clip_low, clip_high: the limits of the surrogates clip and cispo; a limit that is not given is 0.2.
+    """The settings of `policy_gradient`.
+
+    clip_low, clip_high: the limits of the surrogates clip and cispo; None means 0.2.
     dual_clip: the bound of the surrogate clip at negative advantages, a number above 1, or None for no bound.
     surrogate: None means "clip" if a limit or dual_clip is given, and "corrected" otherwise.
-    ratio: whether a token has its own probability ratio, or the geometric mean over its sequence (GSPO).
+    ratio: "token" for a probability ratio of each token, "sequence" for its geometric mean over a sequence (GSPO).
     kl_scale: the factor of the penalty e^r − 1 − r with r = log p(y) − log q(y) (GRPO); p is the teacher.
 
-    Raises ValueError for values out of range, and for arguments that have no effect together.
+    Raises ValueError for values out of range, and for an argument that has no effect with the others.
     """
 
     clip_low: float | None = None
@@ -46,7 +48,7 @@ class PolicySettings:
             expected = "surrogate=clip" if name == "dual_clip" else "surrogate=clip or cispo"
             raise _refused(name, value, f"{expected}: the only limit of surrogate=corrected is rollout.limit")
         if self.dual_clip is not None and self.kind != "clip":
-            expected = f"none: the gradient of surrogate={self.kind} is bounded already"
+            expected = f"None, because surrogate={self.kind} already bounds the gradient"
             raise _refused("dual_clip", self.dual_clip, expected)
 
     @property
@@ -65,9 +67,9 @@ class PolicySettings:
         return {name: value for name, value in limits.items() if value is not None}
 
     def in_words(self, corrected: str) -> str:
-        """Return the words about the ratio and the penalty, for a place after the words about the advantage.
+        """Return the words that describe the ratio and the penalty. They follow a description of the advantage.
 
-        corrected: the words about the importance correction, for the surrogate "corrected".
+        corrected: the words that describe the importance correction, for the surrogate "corrected".
         """
         ratio = "ratio" if self.ratio == "token" else "ratio of each sequence"
         (low, high), words = self.clips, corrected.replace("ratio", ratio, 1)

@@ -7,8 +7,8 @@ only if no layer reads any other value that another stage computes.
 Two runs of the backbone prove this. Recorders replace the layers. The first run gets token ids, as on the first
 stage. The second run gets hidden states and lacks the parts of other stages, as on later stages. The backbone must
 pass each layer's output to the next layer. All other arguments of the layers must be equal in both runs, and must not
-depend on embeddings or on other layers. Both runs are without the parts beside the language model, such as a vision
-tower, which only the first stage has. Another proof covers these parts.
+depend on embeddings or on other layers. In the two runs, the backbone lacks the parts outside the language model,
+such as a vision tower, which only the first stage has. Another proof covers these parts.
 
 B rows, S columns, D width.
 """
@@ -34,8 +34,8 @@ from stillhouse.models.pretrained import auto_class, initialize_buffers
 from stillhouse.models.vision_language import beside_language_model
 
 #: the advice in error messages for models that cannot be cut into stages
-UNCUT = "expected pipeline=1, and no separate layout for a teacher"
-#: the token ids of the runs
+UNCUT = "expected pipeline=1, and no key parallel for a teacher"
+#: the token ids of the two runs
 IDS_BS = torch.arange(3, 15).view(3, 4)
 
 
@@ -45,9 +45,9 @@ class BackboneCut:
 
     first: the parts with weights that run before the first layer, except the embedding.
     last: the parts with weights that run after the last layer.
-    beside: the parts beside the language model that only the first stage has: vision towers and projectors.
+    beside: the parts outside the language model, which only the first stage has: vision towers and projectors.
     returns_tuple: whether the backbone reads a layer's output as a tuple that begins with the hidden states.
-    states: layer → the earlier layer whose keys and values it reads, by the layers' numbers.
+    states: the number of each layer that reads keys and values of an earlier layer → the number of the earlier layer.
     """
 
     embedding: str
@@ -60,7 +60,7 @@ class BackboneCut:
 
 
 class AbsentLayer(PassThrough):
-    """Replaces a layer of another stage. It has the layer's plain attributes, which the backbone may read."""
+    """Replaces a layer of another stage. It keeps the layer's public attributes, which the backbone may read."""
 
     def __init__(self, layer: nn.Module, returns_tuple: bool):
         super().__init__()
@@ -72,7 +72,7 @@ class AbsentLayer(PassThrough):
 
 
 def require_cuttable(config: PreTrainedConfig) -> BackboneCut:
-    """Return the parts of a model's backbone. Raises ValueError if it cannot be cut into stages."""
+    """Return the parts of a model's backbone. Raises ValueError if the backbone cannot be cut into stages."""
     name, errors = f"model type '{config.model_type}'", list[ValueError]()
     for returns_tuple in (False, True):
         try:
@@ -96,7 +96,7 @@ def is_cuttable(config: PreTrainedConfig) -> bool:
 def continue_with_received(backbone: nn.Module, first_layer: nn.Module) -> None:
     """Let the first layer of a backbone, or its `AbsentLayer`, read the `inputs_embeds` of the backbone unchanged.
 
-    A forward with token ids does not change; it can occur on a last stage that has the embedding.
+    A forward with token ids does not change. Only a last stage that has the embedding can get token ids.
     """
     received: list[Tensor | None] = []
 
@@ -118,7 +118,7 @@ def continue_with_received(backbone: nn.Module, first_layer: nn.Module) -> None:
 def cut_backbone(config: PreTrainedConfig, name: str, returns_tuple: bool) -> BackboneCut:
     config = copy.deepcopy(config)
     if text_config(config)._attn_implementation == VARLEN:
-        # the layers do not run here, and variable-length attention does not accept the device
+        # the layers do not run here, and variable-length attention accepts only a CUDA device
         config._attn_implementation = "eager"
     with torch.device("meta"):
         decoder = Decoder(
@@ -144,7 +144,7 @@ def cut_backbone(config: PreTrainedConfig, name: str, returns_tuple: bool) -> Ba
     run.require_chain(output, decoder.width)
     states: dict[int, int] = {}
     named = [named for arguments in run.arguments for named in arguments.items()]
-    # layers can keep states for later layers in a dict that the backbone passes to them
+    # layers can keep states for later layers in a dict that the backbone passes to all layers
     if keys := {key for key, value in named if isinstance(value, MutableMapping) and not value}:
         if (shared := ModelFacts(config).shared_states) is None:
             raise DependenceError(f"the layers of {name} share states in {name_list(keys)}: {UNCUT}")
@@ -165,7 +165,7 @@ def cut_backbone(config: PreTrainedConfig, name: str, returns_tuple: bool) -> Ba
     run.require_same(later)
     if not torch.equal(output, later.outputs[-1]):
         raise DependenceError(
-            f"{name} changes its hidden states after its last layer, and every stage would repeat that: {UNCUT}"
+            f"{name} changes its hidden states after its last layer, and every stage would repeat this: {UNCUT}"
         )
     return BackboneCut(embedding, layers, first, last, beside, returns_tuple, states)
 
@@ -177,14 +177,14 @@ def remove_part(backbone: nn.Module, path: str) -> None:
     part = getattr(parent, leaf)
     if isinstance(part, nn.Parameter):
         delattr(parent, leaf)
-        setattr(parent, leaf, torch.empty(0))  # a plain attribute, which a family may initialise
+        setattr(parent, leaf, torch.empty(0))  # the family's code may initialise this attribute
     else:
         is_embedding = isinstance(part, nn.Embedding | _RandomEmbedding)
         setattr(parent, leaf, _AbsentEmbedding(part) if is_embedding else PassThrough())
 
 
 class _AbsentEmbedding(nn.Module):
-    """Replaces an embedding of positions by zeros. The model adds its output to the token embedding's output."""
+    """Replaces an embedding of positions. Returns zeros, because the model adds them to the hidden states."""
 
     def __init__(self, embedding: Any):
         super().__init__()
@@ -211,8 +211,7 @@ def _children(decoder: Decoder, name: str) -> tuple[str, str]:
     }
     if missing := wanted.keys() - names.keys():
         raise DependenceError(
-            f"the language model of {name} does not itself have {name_list(missing)}, but perhaps in another part: "
-            f"{UNCUT}"
+            f"the language model of {name} does not contain {name_list(missing)} as direct children: {UNCUT}"
         )
     return names["an embedding"], names["one list of layers"]
 
@@ -245,7 +244,7 @@ class RecordedRun:
     """The values that a backbone passes to its layers in a run.
 
     inputs: the hidden states that each layer gets.
-    arguments: all other arguments of each layer.
+    arguments: the arguments of each layer, without the hidden states.
     outputs: the random values that each recorder returns.
     events: the numbers of layers and the names of the language model's other parts, in the order in which they ran.
     embeddings: the outputs of embeddings.
@@ -271,7 +270,7 @@ class RecordedRun:
             )
         for number, (before, after) in enumerate(zip(self.outputs, self.inputs[1:], strict=False), start=1):
             if before.shape != after.shape or not torch.equal(before, after):
-                raise ValueError(f"layer {number} of {self.name} does not read the output of the one before: {UNCUT}")
+                raise ValueError(f"layer {number} of {self.name} does not read the previous layer's output: {UNCUT}")
         for number, arguments in enumerate(self.arguments):
             for key, value in arguments.items():
                 if any(tensor.requires_grad for tensor in _tensors(value)):
@@ -282,7 +281,9 @@ class RecordedRun:
         others = [*self.embeddings, *self.outputs[:-1]]
         gradients = torch.autograd.grad(output.float().sum(), others, allow_unused=True)
         if any(gradient is not None for gradient in gradients):
-            raise DependenceError(f"{self.name} reads more than its last layer's output after the layers: {UNCUT}")
+            raise DependenceError(
+                f"after its layers, {self.name} reads other values than the last layer's output: {UNCUT}"
+            )
 
     def parts(self, decoder: Decoder, embedding: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the parts `first` and `last` of a `BackboneCut`. embedding: the token embedding's name"""
@@ -305,7 +306,7 @@ class RecordedRun:
         return tuple(path for path in before if path in weighted), tuple(path for path in after if path in clear)
 
     def require_same(self, later: "RecordedRun") -> None:
-        """Raise ValueError unless the layers of a later stage get the same arguments."""
+        """Raise ValueError unless the layers get the same arguments in this run and in the run of a later stage."""
         for number, (arguments, later_arguments) in enumerate(zip(self.arguments, later.arguments, strict=True)):
             for key in arguments:
                 values, stage_values = _tensors(arguments[key]), _tensors(later_arguments.get(key))
@@ -332,7 +333,7 @@ class _LayerRecorder(AbsentLayer):
         run.inputs.append(hidden_BSD)
         run.arguments.append(named)
         run.outputs.append(output)
-        # a clone, because some backbones add to the output in place. The tuple's second element stands for any value
+        # a clone, because some backbones add to the output in place. The tuple's second element represents any value
         # that a layer could pass to the next layer
         return (output.clone(), torch.zeros((), requires_grad=True)) if self.returns_tuple else output.clone()
 
@@ -341,7 +342,8 @@ class _RandomEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, run: RecordedRun):
         super().__init__()
         self.run = run
-        # some backbones read the padding token's row. All rows share one number, so transformers cannot initialise it
+        # some backbones read the padding token's row. All rows share one stored number, which transformers could not
+        # initialise
         weight: Any = torch.zeros((), dtype=embedding.weight.dtype).expand(embedding.weight.shape)
         weight._is_hf_initialized = True
         self.weight = weight
@@ -360,7 +362,7 @@ def _children_of_language_model(decoder: Decoder) -> Iterator[tuple[str, nn.Modu
 
 
 def _embedding_ids(arguments: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
-    """Return the tensor of integers among the arguments of an embedding, which may also get a mask."""
+    """Return the token ids among the arguments of an embedding, which may also get a mask."""
     return next(tensor for tensor in _tensors([*arguments, options]) if tensor.dtype == torch.int64)
 
 

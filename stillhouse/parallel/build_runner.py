@@ -79,7 +79,7 @@ def build_runner(
 
 
 def only_layers(build: Callable[[], Decoder]) -> Decoder:
-    """Build a frozen teacher without its head. Raises ValueError if `require_cuttable` raises it."""
+    """Build a frozen teacher without its head. Raises the errors of `require_cuttable`."""
     decoder = build()
     cut = require_cuttable(decoder.config)
     keep_layers(decoder, cut, range(len(decoder.layers())), first=True, last=False, norm=True)
@@ -87,7 +87,7 @@ def only_layers(build: Callable[[], Decoder]) -> Decoder:
 
 
 def only_head(build: Callable[[], Decoder]) -> Decoder:
-    """Build a decoder, and remove everything but its head."""
+    """Build a decoder, and remove everything except its head."""
     decoder = build()
     if is_cuttable(decoder.config):
         keep_layers(decoder, require_cuttable(decoder.config), range(0), first=False, last=True, norm=False)
@@ -99,17 +99,17 @@ def only_head(build: Callable[[], Decoder]) -> Decoder:
 
 
 class _Received(BaseModelOutput):
-    """The output of a backbone without layers. All further fields that a family reads from the output are None."""
+    """The output of a backbone without layers. Fields that a family reads, and that are not set, are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 def _remove_all(module: nn.Module, embedding: nn.Module) -> None:
-    """Remove the parts of a backbone. Modules around the embedding stay, so that transformers finds the embedding."""
+    """Remove the parts of a backbone. Modules that contain the embedding stay, so that transformers finds it."""
     for name, _ in list(module.named_parameters(recurse=False)):
         delattr(module, name)
-        setattr(module, name, torch.empty(0))  # transformers initializes it together with the buffers
+        setattr(module, name, torch.empty(0))  # transformers initializes this attribute with the buffers
     for name, child in list(module.named_children()):
         if child is not embedding and any(part is embedding for part in child.modules()):
             _remove_all(child, embedding)
@@ -118,7 +118,7 @@ def _remove_all(module: nn.Module, embedding: nn.Module) -> None:
 
 
 def load_head(source: ModelSource, layout: Layout, mesh: Mesh) -> Decoder:
-    """Build and load the head of a frozen teacher, which is sharded like the student's head of the torch engine."""
+    """Build and load the head of a frozen teacher, sharded in the way in which the torch engine shards a head."""
     decoder = only_head(source.build).requires_grad_(False).eval()
     apply_parallelism(decoder, replace(layout, gather_dtype=None), mesh)
     assert source.load_weights is not None
@@ -132,19 +132,19 @@ def _build(
     student, teacher = student_source.build(), None if teacher_source is None else teacher_source.build()
     # the configuration has this rule, too, but parity builds layouts that do not come from the configuration
     if student.mtp is not None and layout.stages > 1 and SCHEMES[layout.schedule].splits_backward:
-        # torch (2.13) runs backward twice through the graph that the depths share; the first run frees the buffers
+        # torch (2.13) runs backward twice through the graph that MTP depths share; the first run frees its buffers
         raise ValueError(
-            f"schedule {layout.schedule} with multi-token prediction: torch cannot split the backward of its stage "
-            "into input and weights; expected schedule gpipe, 1f1b or interleaved"
+            f"schedule {layout.schedule} with multi-token prediction: torch cannot split the backward of the last "
+            "stage into input and weights; expected schedule gpipe, 1f1b or interleaved"
         )
     if (expert := layout.degrees.expert) > 1:
-        require_feature("expert parallelism")  # the plans of earlier versions do not dispatch tokens to experts
+        require_feature("expert parallelism")  # plans of older transformers versions do not dispatch tokens
         decoders = [decoder for decoder in (student, teacher) if decoder is not None]
         if not any(map(dispatched_experts, decoders)):
             types = sorted({decoder.config.model_type for decoder in decoders})
             raise ValueError(
                 f"expert={expert} for model type {' and '.join(map(repr, types))}, which has no experts that "
-                "transformers' plans distribute: expected 1"
+                "transformers' plans distribute: expected expert=1"
             )
     return student, teacher
 
@@ -154,7 +154,7 @@ def _plan_stages(
 ) -> StagePlan:
     """Plan the stages.
 
-    teacher: the teacher model, perhaps only its head.
+    teacher: the teacher model, or only its head.
     teacher_in_stages: the model whose layers run as the teacher's layers. It is the student if the teacher is the
         student without its adapter.
     """

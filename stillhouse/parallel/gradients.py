@@ -1,4 +1,4 @@
-"""Sums, norm and clipping of a gradient that is distributed over processes."""
+"""Sums, measures and scales a gradient that is distributed over processes."""
 
 import math
 from collections import defaultdict
@@ -29,7 +29,7 @@ def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> list[nn.Paramete
 def add_up_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, device: torch.device) -> None:
     """Replace the gradients of parameters by their sums over a group whose ranks have the same parameters.
 
-    This is one all-reduce in float32 on `device`. The gradients themselves may be in host memory.
+    This is one all-reduce in float32 on `device`. The gradients themselves can be in host memory.
     """
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:
@@ -44,6 +44,7 @@ def gradient_norm(held: Iterable[nn.Parameter], processes: int, ranks: Ranks) ->
     """Return the norm of the global gradient, the same on every process, in float32 and on the gradients' device.
 
     Each element counts once, even if several processes have copies of it.
+
     processes: the number of processes with a copy or a shard of each of these parameters. ranks: the ranks of all
         pipeline stages.
     """
@@ -51,11 +52,12 @@ def gradient_norm(held: Iterable[nn.Parameter], processes: int, ranks: Ranks) ->
     if not counted:
         return ranks.sum(torch.zeros(())).sqrt()
     gradients = [local(parameter.grad) for parameter in counted]
-    # one kernel for many gradients instead of two kernels per gradient; this norm does not convert float64 to float32
+    # one kernel for many gradients instead of two kernels per gradient; `_foreach_norm` cannot
+    # convert float64 to float32
     if all(gradient.is_cuda and gradient.dtype != torch.float64 for gradient in gradients):
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         squares = list(torch._foreach_mul(norms, norms))
-    else:  # on a CPU, torch's norm sums in another order, and results on a CPU must stay the same to the bit
+    else:  # on a CPU, `_foreach_norm` sums in another order, which would change the last bits of the results
         squares = [gradient.float().square().sum() for gradient in gradients]
     shares = torch._foreach_div(squares, [float(copies(parameter, processes)) for parameter in counted])
     return ranks.sum(torch.stack(shares).sum()).sqrt()

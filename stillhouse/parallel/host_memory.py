@@ -28,8 +28,8 @@ def pin_weights(model: nn.Module, device: torch.device) -> None:
 
 
 def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. A copy from host memory to a GPU goes through pinned memory, because this process
-    would otherwise wait for the GPU's earlier work.
+    """Return a tensor on a device. A copy from host memory to a GPU uses pinned memory. Without it, this process
+    would wait for the GPU's earlier work.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -37,8 +37,8 @@ def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class WaitingWeights:
-    """The parameters of an unsharded model in host memory; its buffers stay on the device. The copies in host memory
-    are never freed, so nothing is copied back from the device.
+    """Keeps the parameters of an unsharded model in host memory, and the model's buffers on the device. The memory on
+    the host is never freed, so nothing is copied back from the device.
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
@@ -89,7 +89,7 @@ class HeadBuffers:
 
     @contextmanager
     def holding(self, name: str, weight_VE: Tensor) -> Iterator[Tensor]:
-        """Yield a buffer with this weight. If a buffer already has the weight with this name, nothing is copied."""
+        """Yield a buffer with this weight. If a free buffer already has the weight, nothing is copied."""
         kind, held = (weight_VE.shape, weight_VE.dtype), None
         fitting = [at for at, (_, buffer) in enumerate(self._free) if kind == (buffer.shape, buffer.dtype)]
         if fitting:
@@ -100,7 +100,7 @@ class HeadBuffers:
         try:
             if held != name:
                 held = None
-                # if a weight is not pinned, this process waits for the copy in any case
+                # a copy from memory that is not pinned makes this process wait in any case
                 buffer.copy_(weight_VE.detach(), non_blocking=weight_VE.is_pinned())
                 held = name
             yield buffer

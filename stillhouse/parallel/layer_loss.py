@@ -14,7 +14,7 @@ from stillhouse.parallel.apply.context_parallel import NextTokens
 
 
 class LayerLoss:
-    """The loss of one micro-batch on one stage. Its gradient is added in the backward of the layer."""
+    """A loss of one micro-batch on one stage. Its gradient is added in the backward of the student's layers."""
 
     def during_teacher(self, teacher: Decoder) -> AbstractContextManager[None]:
         """Return the context in which the teacher's layers on this stage run."""
@@ -25,13 +25,15 @@ class LayerLoss:
         return nullcontext()
 
     def losses(self) -> list[tuple[str, Tensor]]:
-        """Return names and values, after the student's forward. A value is an unscaled sum over target tokens."""
+        """Return the names and values of the losses, after the student's forward. A value is a sum over target
+        tokens, without the loss's factor.
+        """
         return []
 
 
 @dataclass(frozen=True)
 class HookedLoss(LayerLoss):
-    """A loss that hooks compute. loss: the inputs of the hooks, and a dict `losses` for their results"""
+    """A loss that hooks in the layers compute. loss: the hooks' inputs, and a dict `losses` for the hooks' results"""
 
     module: LayerLossModule
     loss: Any
@@ -57,7 +59,10 @@ class LayerLosses(Protocol):
 
 @dataclass(frozen=True)
 class MtpLayersRun(LayerLosses):
-    """Runs the student's MTP layers on the stage with the head, without a loss. next_tokens: appends the next ids"""
+    """Runs the student's MTP layers on the stage with the head, without a loss.
+
+    next_tokens: appends the ids of the next columns.
+    """
 
     next_tokens: NextTokens
 

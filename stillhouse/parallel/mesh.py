@@ -1,7 +1,8 @@
 """The processes of a run as meshes: the degrees of a layout, this process's coordinates, and its process groups.
 
-From slowest to fastest, the axes are pipeline, replicate, fsdp, context and tensor. So ranks that communicate a lot
-are neighbours. The experts of a layer are distributed over neighbouring ranks of the last three axes.
+The order of the axes is pipeline, replicate, fsdp, context and tensor. The tensor coordinate changes from each rank
+to the next, so ranks that communicate a lot are neighbours. The experts of a layer are distributed over neighbouring
+ranks of the last three axes.
 """
 
 from dataclasses import asdict, dataclass
@@ -29,7 +30,7 @@ class Degrees:
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
-    expert: int = 1  # uses processes of the fsdp, context and tensor axes, and adds none
+    expert: int = 1  # distributes experts over the processes of the fsdp, context and tensor axes
 
     @property
     def processes(self) -> int:
@@ -65,7 +66,7 @@ class Mesh:
     tokens: the mesh of the tokens, with the axes (pipeline, data, context, tensor).
     ranks: all processes of the mesh.
     reverse_pipeline: a second group along the pipeline axis, for messages to earlier stages; None if the axis has
-        size 1. With two groups, ranks may issue the messages of both directions in different orders.
+        size 1. With a group for each direction, two ranks can issue messages in different orders.
     """
 
     weights: DeviceMesh
@@ -82,7 +83,7 @@ class Mesh:
             self.ranks = Ranks(None, device)
             return
         pipeline, replicate, shard, tensor = degrees.pipeline, degrees.replicate, degrees.shard, degrees.tensor
-        # new groups do not inherit the default group's timeout (torch 2.13). A group without messages has no timeout
+        # new groups do not inherit the default group's timeout (torch 2.13); the fake group of a dry run has none
         options = _get_default_group()._get_backend(device).options
         self._timeout: timedelta | None = None if options is None else options._timeout
         self.weights = self._grid(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
@@ -98,12 +99,12 @@ class Mesh:
                 self.reverse_pipeline = group
 
     def sharding(self, grid: DeviceMesh) -> DeviceMesh:
-        """Return the part of `weights` or `experts` for `apply_fsdp`: (shard), or (replicate, shard)."""
+        """Return the submesh of `weights` or `experts` for `apply_fsdp`: (shard), or (replicate, shard)."""
         return grid["replicate", "shard"] if self.degrees.replicate > 1 else grid["shard"]
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP shards or replicates the weights."""
+        """Whether the weights are sharded or replicated, so that FSDP must be applied."""
         return self.degrees.replicate * self.degrees.shard > 1
 
     def coordinate(self, axis: str) -> int:

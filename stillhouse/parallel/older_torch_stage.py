@@ -55,7 +55,7 @@ class StageWithConstants(PipelineStage):
         return self._get_recv_ops(tuple(self._differentiable(self.grad_recv_info[bwd_chunk_id])))
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        # torch 2.11 expects a gradient for every output here
+        # torch 2.11 expects a gradient for every output of the stage
         infos = self._differentiable(self.grad_recv_info[mb_index])
         for info, gradient in zip(infos, next_stage_bwd_outputs, strict=False):
             assert gradient is not None
@@ -69,7 +69,7 @@ class StageWithConstants(PipelineStage):
             kept = {"stage_output": self._differentiable(outputs), "output_grads": self._differentiable(gradients)}
             bwd_kwargs = bwd_kwargs | kept
         input_gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *rest, **named)
-        # inputs that require no gradient are missing in the result of torch 2.11, but not of torch 2.12
+        # the result of torch 2.11 lacks the inputs that require no gradient; the result of torch 2.12 has them
         missing = len(self.input_requires) - len(input_gradients)
         return (*input_gradients, *[None] * missing), groups
 
@@ -78,6 +78,6 @@ class StageWithConstants(PipelineStage):
         return [message for message in super()._get_init_p2p_neighbors_ops() if message.group_peer != self.group_rank]
 
     def _differentiable(self, values: Any, *, inverse: bool = False) -> tuple[Any, ...]:
-        """Return the outputs (or their gradients) that require a gradient, or with `inverse`, all other outputs."""
+        """Return the values of outputs that require a gradient; with `inverse`, the values of all other outputs."""
         pairs = zip(values, self.output_requires, strict=True)
         return tuple(value for value, requires in pairs if requires != inverse)

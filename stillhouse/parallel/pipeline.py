@@ -1,8 +1,8 @@
 """The pipeline: student and teacher run in the same stages, under torch's schedules.
 
 A stage has some layers of both models, and sends the hidden states of both models, never logits, to the next stage.
-The teacher's hidden states have no gradient. The last stage has the heads, and runs the output processor as without a
-pipeline. Every rank has all micro-batches, and finds a micro-batch by its number.
+The teacher's hidden states have no gradient. The last stage has the heads, and runs the output processor as a run
+without a pipeline does. Every rank has all micro-batches, and finds a micro-batch by its number.
 
 B rows, S tokens per row of a micro-batch; D width of the student, E width of the teacher.
 """
@@ -79,8 +79,9 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:
-        """Run any number of micro-batches of any shapes without gradients. Returns the results of the last stage if
-        this rank has it. Torch's schedules are not used, because ZBV cannot run without backward (torch 2.13).
+        """Run any number of micro-batches of any shapes without gradients. Returns the results of the last stage; the
+        list is empty on a rank without this stage. Torch's schedules are not used, because ZBV cannot run without
+        backward (torch 2.13).
         """
         outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # only for stages whose next stage is on this rank
         sends: list[tuple[Any, Tensor]] = []  # a tensor must stay alive until its message is complete
@@ -111,8 +112,8 @@ class Pipeline:
 
     @contextmanager
     def _running(self, inputs: Sequence[StageInputs]) -> Iterator[bool]:
-        """Give a step's inputs to the stages, and yield whether a teacher runs in the stages. The inputs are no
-        argument of a stage's forward, because torch 2.11 expects that all of its arguments are tensors.
+        """Give a step's inputs to the stages, and yield whether a teacher runs in the stages. The inputs are not
+        an argument of a stage's forward, because torch 2.11 requires that all arguments of forward are tensors.
         """
         markers = [signal for batch in inputs for signal in batch.signals.values() if isinstance(signal, InStage)]
         assert len(markers) in (0, len(inputs)), "a teacher in the stages for only some of the micro-batches"
@@ -137,10 +138,10 @@ class Pipeline:
         if first == last:
             total = gradients[0] + gradients[1]
         else:
-            sent = gradients[0].to(self.device)  # the gradient may be in host memory
+            sent = gradients[0].to(self.device)  # the gradient can be in host memory
             received = torch.empty_like(sent)
             peer = dist.get_global_rank(self.group, last if self.rank == first else first)
-            # in one batch: if both ranks sent first, they would deadlock (NCCL)
+            # send and receive in one batch: two ranks that both send first would deadlock (NCCL)
             messages = [
                 dist.P2POp(dist.isend, sent.contiguous(), peer, self.group),
                 dist.P2POp(dist.irecv, received, peer, self.group),
@@ -166,7 +167,7 @@ class Pipeline:
         return self.group if source < target else self.reverse_group
 
     def _schedule_for(self, inputs: Sequence[StageInputs], *, with_teacher: bool) -> Any:
-        """Return torch's schedule for these shapes. A schedule's messages have fixed shapes."""
+        """Return torch's schedule for the inputs' shape. Another shape needs another schedule."""
         shapes = {batch.micro_batch.shape_BS for batch in inputs}
         assert len(shapes) == 1, f"micro-batches of different shapes in one step: {shapes}"
         (shape_BS,) = shapes
@@ -229,4 +230,4 @@ class _Stage(nn.Module):
 def require_next(stage: int, index: int, number: Tensor) -> None:
     """Raise RuntimeError if the schedule does not run the next micro-batch."""
     if int(number) != index:
-        raise RuntimeError(f"stage {stage} runs micro-batch {int(number)}: expected {index}, the next one")
+        raise RuntimeError(f"stage {stage} runs micro-batch {int(number)}: expected the next one, {index}")

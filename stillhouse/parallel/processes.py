@@ -15,8 +15,8 @@ from stillhouse.parallel import watchdog
 
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-#: the minimum timeout of a collective: rank 0 may take hours to write a large model. The watchdog finds hung ranks
-#: earlier
+#: the minimum timeout of a collective in seconds. It is long, because all ranks wait in a collective while rank 0
+#: writes a large model, which can take hours. The watchdog finds hung ranks earlier
 GROUP_SECONDS = 6 * 3600.0
 
 
@@ -39,28 +39,30 @@ def process_rank() -> int:
 
 
 def is_first() -> bool:
-    """Whether this is rank 0 of the job, which writes and prints."""
+    """Whether this is rank 0 of the job, which writes the files and prints the messages."""
     return process_rank() == 0
 
 
 def log_rank0(line: str) -> None:
-    """Print a line on rank 0 only. Control characters are escaped, because a line may quote a server or a file."""
+    """Print a line on rank 0 only. Control characters are escaped, because a line can quote a server or a file."""
     if is_first():
         print_escaped(line)
 
 
 def connect_processes(device: torch.device, timeout: float) -> None:
-    """Connect to the other processes that torchrun started. timeout: the seconds after which a silent rank is hung"""
+    """Connect to the other processes that torchrun started.
+
+    timeout: a rank without a heartbeat for this number of seconds counts as hung.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         store, rank, processes = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # torchrun's store survives a restart and still has the addresses of dead processes (torch 2.13), so each
-            # attempt gets another prefix. All processes have the same restart count only on a single machine.
+            # attempt uses another prefix. On several machines, the processes can have different restart counts.
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         watchdog.watch_ranks(store, rank, processes, timeout)
-        # this timeout is long, because a collective may wait for a save on rank 0; the watchdog finds hung ranks
         limit = timedelta(seconds=max(2 * timeout, GROUP_SECONDS))
         dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=processes, timeout=limit)
 
@@ -81,8 +83,8 @@ def wait_for_all() -> None:
 def temporary_groups(device: torch.device = CPU) -> Iterator[None]:
     """Destroy the process groups that the block creates.
 
-    Groups keep threads (gloo) or memory of the GPU (NCCL). At the end of the block, no process may use these groups
-    any more.
+    A group that is not destroyed keeps threads (gloo) or memory of the GPU (NCCL). When the block ends, all work with
+    these groups must be complete.
 
     device: the device on which the block computes.
     """
@@ -92,7 +94,7 @@ def temporary_groups(device: torch.device = CPU) -> Iterator[None]:
     for group in [group for group in _world.pg_map if group not in before]:  # in the order of their creation
         dist.destroy_process_group(group)
     # DTensor caches meshes in each thread, so it would use the destroyed groups for a later mesh of the same ranks.
-    # Backward passes on a GPU run in a separate thread
+    # Backward passes on a GPU run in a separate thread, whose cache the hook clears
     _clear_sharding_prop_cache()
     ended = torch.zeros((), device=device, requires_grad=True)
     ended.register_hook(lambda _: _clear_sharding_prop_cache())
@@ -100,7 +102,7 @@ def temporary_groups(device: torch.device = CPU) -> Iterator[None]:
 
 
 def destroy_process_group() -> None:
-    """Disconnect from the other processes, after all of them have finished."""
+    """Wait until all processes of the job have called this function, then disconnect from them."""
     if dist.is_initialized():
         dist.barrier()
         watchdog.stop()
@@ -120,11 +122,11 @@ def choose_device(name: str) -> torch.device:
     if device.type == "mps" and processes > 1:
         raise ValueError(f"got mps for {processes} processes, which cannot share it: expected cpu, or one process")
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("got mps, but this machine has no such GPU: expected auto or cpu")
+        raise ValueError("got mps, but this machine has no Apple GPU: expected auto or cpu")
     if device.type != "cuda":
         return device
     if processes > 1 and device.index not in (None, local_rank()):
-        expected = "expected cuda, so that each process gets another GPU"
+        expected = "expected cuda, which gives each process its own GPU"
         raise ValueError(f"got {name} for {processes} processes: {expected}")
     if device.index is None:
         device = torch.device("cuda", local_rank())
@@ -142,7 +144,7 @@ def best_precision(device: torch.device) -> str:
 
 
 def use_deterministic_algorithms() -> None:
-    """For the rest of this process, let torch raise an error for an algorithm that may not repeat its bits."""
-    # torch requires this variable, and cuBLAS reads it before its first product
+    """Make torch use deterministic algorithms, and raise an error for an operation that has none."""
+    # torch requires this variable, and cuBLAS reads it before its first matrix product
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

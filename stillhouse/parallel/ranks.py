@@ -18,7 +18,8 @@ from stillhouse.config import ConfigError
 from stillhouse.dry_run import replaceable
 from stillhouse.parallel.host_memory import copied_to
 
-#: in `Ranks.exchange`: the bytes of a content's length, and of its first part. A step's metrics fit into this part
+#: the sizes in bytes of the two parts of the first message of `Ranks.exchange`: the content's length, and the first
+#: bytes of the content. A step's metrics fit into the second part
 LENGTH_BYTES, FIRST_BYTES = 8, 1016
 _SECONDS_BETWEEN_LOOKS = 0.02
 
@@ -26,8 +27,8 @@ Item = TypeVar("Item")
 
 
 class Ranks:
-    """The processes of a group. A single process has no group. All methods except `share` are collectives of the
-    group. Values must be representable in JSON.
+    """The processes of a group, or a single process without a group. The methods that exchange values are collectives
+    of the group. Values other than tensors, numbers and bytes are sent as JSON.
     """
 
     def __init__(self, group: ProcessGroup | None, device: torch.device):
@@ -51,7 +52,7 @@ class Ranks:
         return self.rank == 0
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Return this process's share of a list that all processes have: every `size`-th item, from `rank` on."""
+        """Return this process's share of a list that all processes have: each `size`-th item, from item `rank` on."""
         return items[self.rank :: self.size]
 
     def gather(self, value: Any) -> list[Any]:
@@ -62,8 +63,8 @@ class Ranks:
 
     @replaceable
     def exchange(self, content: bytes) -> list[bytes]:
-        """Return the contents of all processes of a group, by rank. The first message has the length and the first
-        bytes of a content. There is a second message only if a content is longer.
+        """Return the contents of all processes of a group, by rank. The first message has a content's length and its
+        first `FIRST_BYTES` bytes. A second message follows only if a process has a longer content.
         """
         header = len(content).to_bytes(LENGTH_BYTES, "little")
         texts = self.exchange_padded(header + content[:FIRST_BYTES], LENGTH_BYTES + FIRST_BYTES).numpy()
@@ -75,7 +76,9 @@ class Ranks:
         return [text[LENGTH_BYTES:end].tobytes() for text, end in zip(texts, ends, strict=True)]
 
     def exchange_padded(self, content: bytes, longest: int) -> Tensor:
-        """Return the contents of all processes [ranks, longest] in host memory. This waits for the device once."""
+        """Return the contents of all processes, padded with zeros to `longest` bytes [ranks, longest], on the CPU.
+        The call waits for the device once.
+        """
         encoded = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)
         sent = copied_to(encoded, self.device)
         texts = sent.new_empty(self.size, longest)
@@ -104,7 +107,7 @@ class Ranks:
         return total.to(values.device)
 
     def largest(self, number: int) -> int:
-        """Return the largest number of all processes. This is an all-reduce of one integer."""
+        """Return the maximum of the processes' numbers, by an all-reduce of one integer."""
         if self.group is None:
             return number
         numbers = torch.tensor(number, device=self.device)
@@ -119,9 +122,10 @@ class Ranks:
     def all_raise(self, *kinds: type[BaseException]) -> Iterator[list[Any]]:
         """If the block raises an error of one of these kinds on any process, raise it on all processes.
 
-        Otherwise, the other processes would wait for the failed process in their next collective. If several
-        processes fail, the error is chosen by the order of `kinds`, then by the lowest rank. Yields a list to which
-        the block may add results. After the block, the list has the results of all processes, by rank.
+        So no process waits in its next collective for a process that has failed. If several processes fail, the
+        error whose kind is first in `kinds` is raised; if several errors have this kind, the error of the lowest
+        rank. Yields a list to which the block can add results. After the block, the list has the results of all
+        processes, by rank.
         """
         results: list[Any] = []
         if self.size == 1:
@@ -144,8 +148,9 @@ class Ranks:
 
     @contextmanager
     def shared(self, *kinds: type[BaseException]) -> Iterator["Shared"]:
-        """Give all processes the value that the first process has at the end of the block. If the block of the first
-        process raises an error of these kinds, raise it on all processes. The other blocks must not communicate.
+        """Yield a `Shared`. After the block, all processes have the value that the first process has set in the
+        block. If the block raises an error of one of these kinds on the first process, raise the error on all
+        processes. On all other processes, the block must not communicate.
         """
         shared = Shared()
         if self.size == 1:
@@ -177,7 +182,7 @@ ONE_PROCESS = Ranks(None, torch.device("cpu"))
 
 
 def _encoded(error: BaseException, kinds: Sequence[type[BaseException]]) -> list[Any]:
-    """Return the index of the error's kind, and the arguments that create the error again."""
+    """Return the index of the error's kind, and the arguments with which the kind creates an equal error."""
     kind = next(number for number, kind in enumerate(kinds) if isinstance(error, kind))
     if isinstance(error, ConfigError) and kinds[kind] is ConfigError:
         return [kind, [error.key, error.problem]]
@@ -188,11 +193,11 @@ def _encoded(error: BaseException, kinds: Sequence[type[BaseException]]) -> list
 
 class EarlyMessages:
     """Sends messages to the first rank through the job's store, while the ranks' main threads compute. A message that
-    is not received in time is lost. So a later collective must send the content of each message again.
+    arrives after the block of `received` is lost. So a later collective must send the content of each message again.
     """
 
     def __init__(self) -> None:
-        # a separate connection, because the main thread blocks the group's connection while it waits for an answer
+        # a separate connection, because the main thread blocks the group's connection to the store during a request
         self._store: Store = _get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs lack it (2.13)
 
     def send(self, box: str, value: Any) -> None:
@@ -202,13 +207,13 @@ class EarlyMessages:
 
     @contextmanager
     def received(self, box: str, count: int, put: Callable[[Any], object]) -> Iterator[None]:
-        """On the first rank: call `put` with each message that arrives, in another thread, until the block ends.
-
-        A block without an error must end with a collective that all ranks enter after they have sent their messages.
+        """Call `put` with each message that arrives, in another thread, until the block ends. Only the first rank
+        calls this. A block without an error must end with a collective that all ranks enter after they have sent
+        their messages.
 
         box: a name that is used only once.
-        count: the number of messages; later messages are lost.
-        put: a ValueError that it raises is ignored.
+        count: the maximum number of messages; further messages are lost.
+        put: a function whose ValueErrors are ignored.
         """
         stopped, left = threading.Event(), list(range(1, count + 1))
 
@@ -222,7 +227,7 @@ class EarlyMessages:
                     self._store.delete_key(f"{box}/{left.pop(0)}")
                     with suppress(ValueError):
                         put(value)
-            except RuntimeError:  # torch's DistNetworkError, DistStoreError: the next collective will fail, too
+            except RuntimeError:  # torch's DistNetworkError, DistStoreError: the next collective fails, too
                 return
 
         thread = threading.Thread(target=receive_all, name="early messages", daemon=True)

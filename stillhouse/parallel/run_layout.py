@@ -1,4 +1,4 @@
-"""How a run is distributed over processes: its degrees, and the schedule of its pipeline."""
+"""The layout of a run over processes: the degrees of parallelism, and the schedule of the pipeline."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -62,9 +62,9 @@ class Layout:
 
     Only some engines have the following settings.
 
-    sequence: whether tensor ranks divide the tokens between the matrix products.
+    sequence: whether each tensor rank has a part of the tokens, except in matrix products (sequence parallelism).
     recompute: whether the engine recomputes layers in backward.
-    options: settings by the engine's own names.
+    options: further settings, under the names that the engine's library uses.
     """
 
     degrees: Degrees = ONE
@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def changes_results(self) -> bool:
-        """Whether a model computes with other operations or dtypes than the model that was loaded."""
+        """Whether compilation or a residual dtype can change a model's results."""
         return self.compile or self.residual_dtype is not None
 
     @property

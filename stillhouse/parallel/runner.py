@@ -1,4 +1,4 @@
-"""Student and teacher, distributed over processes: the same calls under every layout.
+"""Runs student and teacher, distributed over processes, by the same calls under every layout.
 
 runner = build_runner(layout, mesh, student_source, teacher_source)
 results = runner.forward(inputs)     one result of the output processor for each micro-batch
@@ -31,10 +31,10 @@ from stillhouse.parallel.teacher_student_pair import DecoderHead, StageInputs, S
 
 
 class ShardedMicroBatches(list[MicroBatch]):
-    """The micro-batches of this process in a step, on its device. A context rank has only its columns of sequences.
+    """This process's micro-batches of a step, on its device. A context rank has only its columns of the sequences.
 
     all_ranks: all micro-batches of the step, with full sequences. uniform_shapes: see `padded_shapes`.
-    on_cpu: the same micro-batches in host memory, where reading does not wait for the device; by default `parts`.
+    on_cpu: a copy of `parts` in host memory, where reading does not wait for the device; by default `parts` itself.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ShardedMicroBatches(list[MicroBatch]):
 @replaceable
 def shard_micro_batches(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
     """Return this process's part of a step. All data ranks get the same number of micro-batches; if necessary, the
-    first one is repeated without targets.
+    first micro-batch is repeated without targets.
     """
     degrees, parts = mesh.degrees, []
     shapes_BS = padded_shapes(step.shapes_BS, degrees, uniform_shapes=uniform_shapes)
@@ -67,10 +67,10 @@ def shard_micro_batches(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: b
 def padded_shapes(
     shapes_BS: Sequence[tuple[int, int]], degrees: Degrees, *, uniform_shapes: bool = False
 ) -> list[tuple[int, int]]:
-    """Return the padded shapes of a step's micro-batches, including repeated ones, before context ranks divide them.
+    """Return the padded shapes of a step's micro-batches and their repetitions, before context ranks divide columns.
 
-    uniform_shapes: all micro-batches get one shape, and the number of micro-batches per data rank becomes a multiple
-        of the number of pipeline ranks. The pipeline schedules require both.
+    uniform_shapes: whether all micro-batches get one shape, and the number of micro-batches per data rank becomes a
+        multiple of the number of pipeline ranks. The pipeline's schedules require this.
     """
     divisor = degrees.data * (degrees.pipeline if uniform_shapes else 1)
     count = math.ceil(len(shapes_BS) / divisor) * divisor
@@ -124,7 +124,7 @@ class DistributedStudent(Protocol):
 
     @property
     def has_results(self) -> bool:
-        """Whether this rank has the last stage and sums over ranks include it."""
+        """Whether this rank has the last stage, and sums over ranks include this rank."""
         return self.is_counted and self.has_last_stage
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -136,8 +136,9 @@ class DistributedStudent(Protocol):
             initialize_lora(student, seed, fresh=fresh)
 
     def stage_weights(self) -> dict[str, StageWeight]:
-        """Return the tensors of this rank's pipeline stages, by their names in the full model. The call may be a
-        collective of all ranks. All ranks of a stage get the same names, and gather the tensors in the same order.
+        """Return the tensors of this rank's pipeline stages, by their names in the full model. The call can be a
+        collective, so all ranks must call it. All ranks of a stage get the same names, and must gather the tensors in
+        the same order.
         """
 
     def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:
@@ -194,8 +195,9 @@ class Runner(DistributedStudent):
             return results
 
     def one_by_one(self, inputs: Sequence[StageInputs]) -> Iterator[tuple[TeacherStudentPair, StageInputs]]:
-        """Without a pipeline: yield the pair and the inputs of each micro-batch. The caller runs the passes. With
-        HSDP, the backward of the last micro-batch all-reduces the gradients that each replica has accumulated.
+        """Without a pipeline: yield the pair and the inputs of each micro-batch. The caller runs forward and
+        backward. With HSDP, the backward of the last micro-batch all-reduces the gradients that each replica has
+        accumulated.
         """
         pair = self.pairs[0]
         for number, batch in enumerate(inputs, start=1):
@@ -219,7 +221,7 @@ class Runner(DistributedStudent):
         return weights
 
     def shared_name(self, name: str) -> str:
-        """Return a parameter's name in the full model; a tied head has the embedding's name there."""
+        """Return a parameter's name in the full model, where a tied head's weight has the embedding's name."""
         return self.decoders[0].embedding_name if self.tied and name == "head.linear.weight" else name
 
     def zero_grad(self) -> None:
@@ -243,7 +245,7 @@ class Runner(DistributedStudent):
 
     @contextmanager
     def gradients_summed(self) -> Iterator[None]:
-        """Sum the gradients that the block adds to `summed_over_tensor_ranks` over the tensor ranks."""
+        """Sum over the tensor ranks the gradients that the block adds to `summed_over_tensor_ranks`."""
         before = [parameter.grad for parameter in self.summed_over_tensor_ranks]
         for parameter in self.summed_over_tensor_ranks:
             parameter.grad = None

@@ -47,7 +47,7 @@ class ModelSource:
     build: returns the full model, with weights or on the meta device. It is called once for each stage of a process.
     load_weights: loads the weights of the distributed model. It is None if `build` returns a model with weights.
     teacher_is_base: whether the teacher is this student without its adapter.
-    offload: whether FSDP keeps the shards of this model in host memory between uses, even if the layout does not.
+    offload: whether FSDP keeps the shards of this model in host memory between uses, even without `Layout.offload`.
     name: the model's name in errors.
     is_proven: whether `build` returns a full model that has already been proven, for example by `Decoder`.
     without_noise: whether `build` removes dropout and routers' noise; then their absence must be proven.
@@ -84,14 +84,14 @@ def empty_decoder(
     """Return a decoder with a folder's configuration on the meta device.
 
     dtype: None or "auto" for the saved dtype. packing, activations: see `Decoder`. multimodal: see `auto_class`.
-    weights: the folder from which the weights will be read; "" for this folder, None if no file has them. Two weights
+    weights: the folder from which the weights will be read; "" means `folder`, None means no folder. Two weights
         with different values in the files are not tied, even if the configuration ties them (see `match_tied_flag`).
     Raises ValueError for a model that cannot be constructed, needs code from its folder, or is quantized.
     """
     require_safe_files(folder)
     config = read_configuration(folder)
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{folder} is quantized: expected plain weights under a layout of several processes")
+        raise ValueError(f"{folder} is quantized: expected weights without quantization, or a run of one process")
     parsed, build = parse_dtype(dtype), auto_class(config, multimodal=multimodal)
     with torch.device("meta"), reading(f"{folder} cannot be constructed as a causal language model"):
         model = build.from_config(
@@ -114,9 +114,9 @@ def load_weights(
 ) -> None:
     """Allocate the memory of a decoder on the meta device, and read its weights from a folder.
 
-    The decoder may be cut and sharded.
+    The decoder can already be cut into a stage, and sharded.
 
-    offload: keep parameters in host memory, and only buffers on the device.
+    offload: whether to keep the parameters in host memory, and only the buffers on the device.
 
     Raises the errors of `read_weights`.
     """
@@ -129,11 +129,11 @@ def read_weights(
 ) -> None:
     """Read weights from a folder into the allocated memory of a decoder.
 
-    The files may have the stacked weights of experts as one tensor per expert.
+    The weights of experts, which the decoder stacks, can be separate tensors in the files.
 
     prefix: read only the tensors whose names in the decoder begin with this prefix.
-    renamed: maps a tensor's name in the decoder's own files to its name in this folder, which has another model. That
-        model may have another size of vocabulary.
+    renamed: for a folder with another model; maps a tensor's name in the decoder's own files to its name in this
+        folder. The other model can have a vocabulary of another size.
 
     Raises ValueError if the folder lacks a weight.
     """
@@ -152,7 +152,7 @@ def read_weights(
         is_initialised = is_lora(name) or name.partition(".")[0] in decoder.layer_losses or is_new_mtp
         if is_initialised or not name.startswith(prefix):
             continue
-        # first the names of tied weights: a folder with only the files of a head may lack the embedding's file
+        # the names of tied weights first: a folder with only the files of a head can lack the embedding's file
         aliases = [*(alias for alias, other in shared.items() if other == name), name]
         candidates = [candidate for alias in aliases for candidate in checkpoint_names(decoder, alias)]
         wanted = checkpoint_names(decoder, name)[0]
@@ -169,16 +169,16 @@ def read_weights(
                 stored_parts = [names.get(part) or part for part in stored_parts]
                 _read_rows(expert, slices, value.shape[1:], stored_parts, files, False)
         elif (converted := names.converted(wanted, lambda stored: read_tensor(files[stored], stored))) is not None:
-            if converted.shape != value.shape:  # a stored part is missing, and `copy_` would broadcast the others
+            if converted.shape != value.shape:  # a stored part is missing; `copy_` would broadcast
                 raise ValueError(
-                    f"{folder}: '{wanted}' is made of stored tensors and has the shape "
+                    f"{folder}: the tensors from which '{wanted}' is made give the shape "
                     f"{list(converted.shape)}: expected {list(value.shape)}"
                 )
             local(value).copy_(converted[*shard_slices(value)])
         else:
             raise ValueError(
-                f"{folder} has no tensor '{wanted}', and none from which transformers makes it: expected the "
-                "names of the model itself or those of its released checkpoints"
+                f"{folder} has no tensor '{wanted}', and no tensors from which transformers makes it: expected "
+                "tensors with the model's own names, or with the names in its released checkpoints"
             )
 
 
@@ -188,10 +188,10 @@ def _read_rows(
 ) -> None:
     """Read this process's `shard` of a global tensor.
 
-    slices: the place of the shard.
+    slices: the shard's slice of each dim of the global tensor.
     shape: the global shape.
     parts: the names of the stored tensors that together have the global tensor's rows, in order.
-    is_padded: whether the files may have more or fewer rows of padding; missing rows become zero.
+    is_padded: whether the files can have another number of padding rows; missing rows become zero.
     """
     rows, *columns = slices or [slice(0)]
     above = 0  # the number of rows in the previous parts
@@ -199,7 +199,7 @@ def _read_rows(
         shard.zero_()
     for part in parts:
         if part not in files:
-            raise ValueError(f"there is no tensor '{part}' among the model's files: expected all of its experts")
+            raise ValueError(f"the model's files have no tensor '{part}': expected a tensor for each expert")
         path = files[part]
         with reading(f"{path}: its weights cannot be read"), safe_open(path, framework="pt") as file:
             stored = file.get_slice(part)
@@ -208,7 +208,7 @@ def _read_rows(
                 return
             count, *widths = stored.get_shape()
             if widths != list(shape[1:]) or (part == parts[-1] and above + count != shape[0] and not is_padded):
-                raise ValueError(f"'{part}' has {count} rows of shape {widths}: expected {list(shape)} in all")
+                raise ValueError(f"'{part}' has {count} rows of shape {widths}: expected {list(shape)} in total")
             start, stop = max(rows.start, above), min(rows.stop, above + count)
             if start < stop:
                 shard[start - rows.start : stop - rows.start] = stored[start - above : stop - above, *columns]
@@ -227,7 +227,10 @@ def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -
 
 
 def _untie(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
-    """Untie the weights of a model on the meta device that differ in a folder's files, as transformers does."""
+    """Untie weights that have different values in a folder's files, as transformers does.
+
+    The model must be on the meta device.
+    """
     ties = model.get_expanded_tied_weights_keys(all_submodels=True)
     files = tensor_files(folder, partial=True) if ties else {}
     names = StoredNames(model, files)
@@ -243,7 +246,7 @@ def _untie(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
 
 
 def _are_equal(places: list[tuple[Path, str]], dtype: torch.dtype) -> bool:
-    """Whether two stored tensors are equal in a dtype. Only some of their rows are in memory at a time.
+    """Return whether two stored tensors are equal in a dtype. Only some of their rows are in memory at a time.
 
     places: for each tensor, its file and its name.
     """

@@ -1,6 +1,6 @@
 """Pipeline stages: decides which layers each stage gets, and removes all other layers from a decoder.
 
-A stage keeps the model's modules and their names. `backbone_cut.py` decides which models can be cut, and where.
+A stage keeps the module names of the full model. `backbone_cut.py` decides which models can be cut, and where.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class StagePlan:
     """Properties of the full models that a pipeline needs after the models have been cut.
 
     student, teacher: the sizes of the hidden states. `teacher` is None if no teacher runs in the stages.
-    cuts: the cut of the student's backbone, and that of the teacher's backbone if there is a teacher model.
+    cuts: the cut of the student's backbone, and the cut of the teacher's backbone, or None without a teacher model.
     tied: whether the student's embedding (first stage) and its head (last stage) are trained as one weight.
     copies_embedding: whether the last stage trains a copy of the embedding, as its tied head or for MTP layers.
     """
@@ -137,10 +137,12 @@ def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
     for layer, teacher_layer in (pair for loss in student.layer_losses.values() for pair in loss.layer_pairs):
         stage = next(stage for stage in stages if layer in stage.student)
         if teacher_layer not in (layers := stage.teacher):
-            expected = f"one of {layers.start} to {layers.stop - 1}" if layers else "a layer that is on its stage"
+            expected = (
+                f"teacher layer {layers.start} to {layers.stop - 1}" if layers else "another layer of the student"
+            )
             raise ValueError(
                 f"layer {layer} of the student is on stage {stage.number + 1} of {stage.count}, and layer "
-                f"{teacher_layer} of the teacher is not: hidden states are compared on one stage; expected "
+                f"{teacher_layer} of the teacher is not: a pair of layers must be on one stage; expected "
                 f"{expected}, or fewer stages"
             )
 
@@ -151,9 +153,11 @@ def keep_layers(
     """Remove the parts of other stages from a decoder.
 
     cut: the result of `require_cuttable` for the decoder's configuration.
-    first: keep the embedding; if False, the decoder reads hidden states. A last stage with MTP layers also keeps it.
-    last: keep the head; if False, the decoder returns hidden states.
-    norm: keep the final norm; by default the value of `last`.
+    layers: the numbers of this stage's layers.
+    first: whether to keep the embedding. Without it, the decoder reads hidden states. A last stage with MTP layers
+        keeps the embedding in any case.
+    last: whether to keep the head. Without it, the decoder returns hidden states.
+    norm: whether to keep the final norm; by default the value of `last`.
     """
     backbone: Any = decoder.backbone
     modules = backbone.get_submodule(cut.layers)

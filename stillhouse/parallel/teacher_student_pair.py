@@ -50,7 +50,7 @@ class TeacherHead(Protocol):
 
 @dataclass(frozen=True)
 class DecoderHead:
-    """The head of a decoder on this process. `opened` gathers a head that FSDP has sharded, as a collective.
+    """The head of a decoder on this process. If FSDP has sharded the head, `opened` gathers it in a collective.
 
     keep_gathered: whether the head stays gathered after its use.
     """
@@ -100,8 +100,8 @@ class StageInputs:
     processor: the student's output processor; its context is `DistillTargets`.
     losses: the losses inside the student's layers.
     normalizer: the number of target tokens of the step.
-    autocast: the dtype of the student's matrix products, or None for the weights' dtype; a separate teacher model
-        does not use it.
+    autocast: the dtype of the student's matrix products, or None for the weights' dtype. A separate teacher model
+        runs without autocast.
     """
 
     micro_batch: MicroBatch
@@ -172,7 +172,7 @@ class TeacherStudentPair(nn.Module):
         # only the last stage has the heads
         if in_stage is not None and self.student.has_head:
             assert teacher_BSE is not None
-            assert len(signals) == 1, "a teacher in the stages is the only one"
+            assert len(signals) == 1, "a teacher in the stages must be the only teacher"
             teacher_TE, head = teacher_BSE.flatten(0, 1), self.teacher_head
             assert head is not None or self.teacher_is_base
             signals = {in_stage: StudentHidden(teacher_TE) if head is None else TeacherHidden(teacher_TE, head)}
@@ -191,7 +191,7 @@ class TeacherStudentPair(nn.Module):
     ) -> Tensor:
         """Return the teacher's hidden states after its layers on this stage.
 
-        On the last stage, they are also after the final norm, and in the student's rows.
+        The hidden states are in the student's rows. On the last stage, the final norm has been applied.
 
         dtype: the autocast dtype; None for a separate teacher model.
         """

@@ -28,7 +28,7 @@ from stillhouse.process import end_process, error_line
 
 #: the number of a rank's heartbeats within `seconds`, and the longest interval between two heartbeats in seconds
 BEATS, MAX_SECONDS_BETWEEN = 10, 15.0
-#: one rank prints an error at once. All other ranks wait for this time before they print the error
+#: one rank prints an error at once. All other ranks wait for this number of seconds before they print the error
 SECONDS_FOR_FIRST = 10.0
 FAILED = 1
 
@@ -52,7 +52,7 @@ def stop() -> None:
 
 
 def enter(phase: str, *, timed: bool = True) -> None:
-    """Record that the main thread begins a phase. All ranks must go through the same phases.
+    """Record that the main thread begins a phase. All ranks must enter the same phases in the same order.
 
     timed: whether the job ends if the main thread makes no progress for `seconds` in this phase.
     """
@@ -70,7 +70,7 @@ def progress() -> None:
 
 @contextmanager
 def nested(phase: str, *, timed: bool = True) -> Iterator[None]:
-    """Within the block, the main thread is in another phase; then the previous one continues. timed: see `enter`."""
+    """Enter another phase for the block, and return to the current phase after it. timed: see `enter`."""
     before = None if _watchdog is None else _watchdog.state
     enter(phase, timed=timed)
     try:
@@ -105,7 +105,7 @@ class Watchdog:
 
     def __init__(self, store: Store, rank: int, ranks: int, seconds: float):
         self.rank, self.ranks, self.seconds = rank, ranks, seconds
-        # a separate connection, because the main thread blocks its connection while it waits for an answer
+        # a separate connection, because the main thread blocks its connection to the store during a request
         self.store: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it (2.13)
         self._store_answered = now = time.monotonic()
         self.state = Peer(now, phase="the start", process=f"{socket.gethostname()}, process {os.getpid()}")
@@ -148,7 +148,7 @@ class Watchdog:
         before = time.monotonic()
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
-            # after a long interval, this process was suspended, so all recorded times are too old
+            # a long interval means that this process was suspended, so all recorded times are too old
             if now - before > 3 * self._interval:
                 self._store_answered = now
                 for peer in (self.state, *self._peers.values()):
@@ -158,10 +158,12 @@ class Watchdog:
             if fault is None or self._stopped.is_set():
                 continue
             message, silent = fault
-            # the lowest rank that is not silent prints at once. torchrun usually ends the others before they print
+            # the lowest rank that is not silent prints at once. torchrun usually ends all others before they print
             if self.rank != min(rank for rank in range(self.ranks) if rank not in silent):
                 self._stopped.wait(SECONDS_FOR_FIRST)
-            end_process(FAILED, error_line(f"{message}; a run continues from its last checkpoint"))
+            end_process(
+                FAILED, error_line(f"{message}; when started again, the run continues from its last checkpoint")
+            )
 
     def _fault(self, now: float) -> tuple[str, set[int]] | None:
         """Return an error message and the ranks that cannot print it; None if there is no fault."""
@@ -174,12 +176,12 @@ class Watchdog:
             lines = [
                 f"{self._name(rank)} has sent no heartbeat for {self._limit}, last seen at {self._peers[rank].phase}"
                 if self._peers[rank].process
-                else f"rank {rank} has not joined the others within {self._limit}"
+                else f"rank {rank} has not connected to the other ranks within {self._limit}"
                 for rank in silent
             ]
             return " and ".join(lines), set(silent)
         state = self.state
-        # the limit is longer than for heartbeats, so that a suspended process is reported as silent
+        # this limit is longer than the limit for heartbeats, so that a suspended rank is reported by its heartbeats
         if not state.timed or now - state.since <= self.seconds + 3 * self._interval:
             return None
         if behind := [rank for rank, peer in self._peers.items() if peer.number < state.number]:

@@ -1,1 +1,1 @@
-"""The dry run of a job on devices that do not exist here. `rank_step.py` runs the steps of one rank."""
+"""Plans a job on devices that this machine does not have, by a dry run. `rank_step.py` runs the steps of one rank."""

@@ -2,10 +2,13 @@
 
     {"kind": "whole", "config": …, "ranks": 64, "rank": 0, "gpus_per_node": 8, "device": "h100", …}
 
-An answer is the result of the function of `dry_run.py` with the kind's name, or {"error": …, "key": …} for an error
-that the user can fix. The process also compiles and loads `hooks.cpp`, which lets torch run autograd on fake
-CUDA tensors without a GPU. Torch keeps the first hooks that it uses. They are loaded before torch is imported, but
-after the libraries of a CUDA build, which contain other hooks. Therefore this file imports everything else later.
+An answer is the result of the function of `dry_run.py` that has the kind as its name. For an error that the user can
+fix, it is {"error": …, "key": …}.
+
+The process also compiles and loads `hooks.cpp`, which lets torch run autograd on fake CUDA tensors without a GPU.
+Torch keeps the first CUDA hooks that it uses. So the hooks of `hooks.cpp` are loaded before torch is imported, but
+after the libraries of a CUDA build, which contain other hooks. Therefore this file imports no module with torch at
+its top.
 """
 
 import ctypes
@@ -62,7 +65,7 @@ def load_hooks() -> None:
             ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
     if compiler is None:
-        raise ValueError("no C++ compiler: expected g++, clang++ or c++ on the PATH, or the variable CXX")
+        raise ValueError("no C++ compiler: expected g++, clang++ or c++ on the PATH, or the environment variable CXX")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stillhouse" / "hooks"
     key = hashlib.sha256(_SOURCE.read_bytes() + f"{version('torch')} {torch} {compiler}".encode()).hexdigest()
     hooks = cache / f"{key[:20]}.so"
@@ -82,7 +85,7 @@ def load_hooks() -> None:
 
 
 if __name__ == "__main__":
-    # libraries print to stderr, so that stdout has only the answers
+    # only answers go to stdout; what libraries print goes to stderr
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)

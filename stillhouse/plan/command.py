@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stillhouse.plan.layout_plan import Plan
     from stillhouse.plan.prediction import RankCounts
 
-#: purposes of memory in the order of the table
+#: the purposes of memory, in the order of their rows in the table
 _PURPOSES = ("student weights", "teacher weights", "optimizer", "gradients", "activations", "teacher activations")
 _WIDTH = 18
 
@@ -26,16 +26,16 @@ _WIDTH = 18
 @click.option(
     "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes of the job, one per GPU."
 )
-@click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True, help="GPUs of a machine.")
-@click.option("--device", default="h100", show_default=True, help="rtx4090, a100, h100, h200 or b200.")
+@click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True, help="GPUs per machine.")
+@click.option("--device", default="h100", show_default=True, help="GPU: rtx4090, a100, h100, h200 or b200.")
 @click.option(
     "--document-tokens",
     type=click.IntRange(2),
     default=512,
     show_default=True,
-    help="Length of the documents; with rollout, of the prompts.",
+    help="Tokens of each document; in an on-policy run, tokens of each prompt.",
 )
-@click.option("--fit", is_flag=True, help="Search layouts, micro-batches and recomputation; print the five fastest.")
+@click.option("--fit", is_flag=True, help="Search layouts and micro-batches; print the five fastest plans that fit.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(
     arguments: tuple[str, ...],
@@ -52,8 +52,8 @@ def plan(
 
     Runs a step of the first, an inner and the last pipeline stage with tensors that have no values, in processes
     without a GPU. Prints the memory, kernels, messages and waits of each stage, and a predicted time. Needs only the
-    models' config.json, and neither data nor weights. The exit code is 2 if the job does not fit. For an on-policy
-    run, only the training step is planned.
+    models' config.json, and neither data nor weights. The exit code is 2 if the job needs more memory than a GPU
+    has. For an on-policy run, only the training step is planned.
 
     \b
     stillhouse plan run.yaml --ranks 64
@@ -79,7 +79,8 @@ def plan(
         raise ConfigError(
             "parallel",
             f"no layout of {ranks} × {machine.device.title} fits: expected more --ranks, a --device with "
-            "more memory, smaller data.max_tokens, or larger train.tokens_per_step for more sequences than ranks",
+            "more memory, a smaller data.max_tokens, or a larger train.tokens_per_step, which gives a step more "
+            "sequences",
         )
     if as_json:
         print_escaped(json.dumps([{"overrides": plan.overrides} | plan.as_json() for plan in fits], indent=2))
@@ -100,10 +101,10 @@ def lines(plan: "Plan") -> Iterator[str]:
     rate = two_digits(prediction.tokens_per_second)
     yield _row("speed", f"{rate} tokens/s, {prediction.model_share:.0%} of the peak in bfloat16 (MFU)")
     if plan.has_tower:
-        yield _row("images", "not counted, nor the activations of the vision tower: the documents are texts")
+        yield _row("images", "not counted, nor the activations of the vision tower: a plan's documents are texts")
     if plan.completions is not None:
-        yield _row("completions", f"{plan.completions}; the plan is of the training step alone")
-        yield _row("", "not counted: the generation of completions, their rewards, and a wait for them")
+        yield _row("completions", f"{plan.completions}; only the training step is planned")
+        yield _row("", "not counted: generating completions, computing rewards, and waiting for completions")
     yield ""
     yield _cells("", [f"{name} stage" for name in ranks] if len(ranks) > 1 else ["every rank"])
     yield _cells("rank", [str(rank.rank) for rank in ranks.values()])
@@ -145,12 +146,12 @@ def _messages_and_waits(ranks: Sequence["RankCounts"]) -> Iterator[str]:
 
 
 def does_not_fit(plan: "Plan") -> str:
-    """Say how much memory is missing, and what to do."""
+    """Return an error message with the needed and the available memory, and with the settings that reduce memory."""
     device, memory = plan.machine.device, plan.largest.memory
     return (
         f"{plan.largest.layout} needs {_gib(memory)} on rank {plan.largest.rank}, and the {device.title} has "
-        f"{_gib(device.usable)} ({_gib(device.memory)} without {_gib(RESERVED)} for CUDA, NCCL and gaps): expected "
-        "smaller train.micro_batch_tokens, train.activation_checkpointing=true or more sharding; --fit searches them"
+        f"{_gib(device.usable)} ({_gib(device.memory)} minus {_gib(RESERVED)} for CUDA, NCCL and gaps): expected a "
+        "smaller train.micro_batch_tokens, train.activation_checkpointing=true or more sharding, which --fit tries"
     )
 
 
@@ -163,7 +164,7 @@ def fit_lines(plans: Sequence["Plan"]) -> Iterator[str]:
         figures = f"{two_digits(prediction.seconds):>10}{two_digits(prediction.tokens_per_second):>12}"
         share, memory = f"{prediction.model_share:.0%}", _gib(plan.largest.memory)
         yield f"{figures}{share:>6}{memory:>14}{bound:>11}  {' '.join(plan.overrides)}"
-    yield "The figures are from steps of models with few layers; a plan of one of these lines runs all layers."
+    yield "These are estimates from steps with few layers. Without --fit, a plan with a line's overrides runs all."
 
 
 def two_digits(value: float) -> str:

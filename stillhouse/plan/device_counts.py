@@ -26,7 +26,7 @@ _WITHOUT_KERNEL = frozenset([*_VIEWS.split(), *_ALLOCATIONS.split()])
 #: operations that read a tensor's values on the host, or whose result's size depends on values
 _READS = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "unique_dim"))
 _PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "mm"))
-#: variable-length attention, whose operations depend on the lengths of the documents
+#: variable-length attention, whose number of floating-point operations depends on the lengths of the documents
 _ATTENTION = frozenset(("_varlen_attn", "_varlen_attn_backward"))
 _NONE = torch.empty(0)
 _COPIES = frozenset(("_to_copy", "copy_"))
@@ -38,12 +38,12 @@ class StepCounts:
 
     kernels: kernel launches by operation. launches: kernel launches by purpose (`DeviceCounts.labelled`).
     waits: the number of times that the host waits for the device, by place in the code.
-    pageable: the number of copies that should not block, but wait because the host's memory is not pinned, by place.
+    pageable: the number of `non_blocking` copies that wait because the host's memory is not pinned, by place.
     products: floating-point operations of matrix products and attention, by dtype.
-    traffic: the bytes that all other kernels read and write.
+    traffic: the bytes that kernels other than products and attention read and write.
     messages, sent: the number of collectives and point-to-point messages by group and operation, and their bytes. The
         bytes of a message are the size of its largest tensor on this rank.
-    peak: the bytes at the time of the largest use of the device's memory, by purpose.
+    peak: the bytes in use by each purpose, at the time when most of the device's memory is in use.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
@@ -141,13 +141,13 @@ class DeviceCounts(TorchDispatchMode):
         return outputs
 
     def _is_counted(self, tensor: Tensor) -> bool:
-        # not the full tensors of another mode, with which DTensor computes shapes
+        # tensors of another mode are full tensors with which DTensor computes shapes
         return not isinstance(tensor, FakeTensor) or tensor.fake_mode is self._mode
 
     def _count_kernel(
         self, operation: Any, name: str, args: Any, options: Any, outputs: Any, tensors: Sequence[Tensor]
     ) -> None:
-        """Count a launch, and the operations of a matrix product or of attention, or the bytes of another kernel."""
+        """Count a launch, and the operations of a product or of attention, or the bytes of any other kernel."""
         if not all(self._is_counted(tensor) for tensor in tensors):
             return
         self.counts.kernels[name] += 1
@@ -172,11 +172,13 @@ class DeviceCounts(TorchDispatchMode):
     def _count_wait(
         self, name: str, args: Sequence[Any], options: Mapping[str, Any], inputs: Sequence[Tensor]
     ) -> None:
-        # to assign a single value to the elements of a mask, torch needs no list of these elements
+        # an index that is a mask makes the host wait for the number of its elements, except when torch assigns a
+        # single value to the elements
         is_masked = (name == "index" or (name in ("index_put", "index_put_") and args[2].numel() > 1)) and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
-        # CUDA has a kernel only for bfloat16; otherwise the host reads where groups end, and launches their products
+        # CUDA has one kernel for all groups only in bfloat16; in other dtypes, the host reads the ends of the groups
+        # and launches a product for each group
         is_looped = name == "_grouped_mm" and inputs[0].dtype != torch.bfloat16
         if (name in _READS or is_masked or is_looped) and any(map(_is_on_device, inputs)):
             self._wait(name)
@@ -200,7 +202,7 @@ class DeviceCounts(TorchDispatchMode):
         groups: dict[str, ProcessGroup] = {name: group for group, name in distributed_c10d._world.pg_names.items()}
         axis = "all"
         for leaf in tree_leaves(args):
-            group = groups.get(leaf) if isinstance(leaf, str) else None  # other strings are kinds of reductions
+            group = groups.get(leaf) if isinstance(leaf, str) else None  # other strings name reductions
             if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
                 group = ProcessGroup.unbox(leaf)
             if group is not None:
@@ -232,7 +234,7 @@ class DeviceCounts(TorchDispatchMode):
         self._total -= size
 
     def __enter__(self) -> Self:
-        # FSDP frees and allocates gathered weights by resizing their storage; no dispatch mode sees this
+        # FSDP frees and allocates gathered weights by resizing their storage, which no dispatch mode sees
         self._resize_storage = resize = torch.UntypedStorage.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> None:
@@ -253,7 +255,7 @@ def _is_on_device(tensor: Tensor) -> bool:
 
 
 def _place() -> str:
-    """Return the innermost function on the stack that is of this package except `plan/`, or else of transformers."""
+    """Return the innermost function of the stack that is in this package outside of `plan/`, or in transformers."""
     frame, other = sys._getframe(1), None
     while frame is not None:
         file, function = frame.f_code.co_filename, frame.f_code.co_name

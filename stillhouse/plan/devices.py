@@ -1,4 +1,4 @@
-"""The devices that a plan knows: their makers' figures, and the shares of these that this package's kernels reach.
+"""The devices that a plan knows: the manufacturers' figures, and the shares of these figures that kernels reach.
 
 Peaks, bandwidths and memory are those of the SXM modules and of the RTX 4090 (with sums in float32). The shares were
 measured on one H100 (`docs/gpu.md`) and are assumed for the other devices.
@@ -12,7 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """A device, in bytes, seconds and floating-point operations.
+    """The figures of a device, in bytes, seconds and floating-point operations.
 
     capability, multiprocessors, memory: the values that torch reports; `memory` is the total memory.
     bfloat16, float32: the peak of dense matrix products, in operations per second.
@@ -36,7 +36,7 @@ class Device:
         return self.memory - RESERVED
 
     def properties(self) -> SimpleNamespace:
-        """The result that `torch.cuda.get_device_properties` would have."""
+        """Return the object that `torch.cuda.get_device_properties` returns on such a device."""
         shared = 233472 if self.capability >= (9, 0) else 102400 if self.capability == (8, 9) else 167936
         return SimpleNamespace(
             name=f"NVIDIA {self.title}",

@@ -1,8 +1,8 @@
-"""The dry run of one rank in this process: the answers to the jobs of `child.py`, by kind.
+"""Dry-runs one rank in this process. Each kind of job of `child.py` has a function, which returns the answer.
 
-`estimated` runs three short steps in place of a step with all layers: with one layer of each model on a stage, with a
-second layer of the student, and with a second layer of the teacher. All counts are linear in the numbers of layers;
-memory is linear if its peak is at the same time of the step. The layers of a model must be equal.
+In place of a step with all layers, `estimated` runs three short steps: with one layer of each model on a stage, with
+a second layer of the student, and with a second layer of the teacher. All counts are linear in the numbers of layers;
+memory is linear if its peak is at the same place in each step. All layers of a model must be alike.
 """
 
 import json
@@ -30,14 +30,14 @@ from stillhouse.plan.rank_step import PlannedRank, rank_steps
 from stillhouse.run.preflight import require_adapters
 from stillhouse.run.setup import configured_layout, require_sharing
 
-#: the counts that are mappings
+#: the fields of `RankCounts` that are mappings
 _MAPS = ("waits", "pageable", "products", "messages", "sent", "peak")
 #: the number of layers on a stage in the short steps: (student, teacher)
 _SIZES = {"base": (1, 1), "student": (2, 1), "teacher": (1, 2)}
 
 
 def planned(job: Mapping[str, Any]) -> PlannedRank:
-    """Read a job. Raises ConfigError for an impossible layout, and for layers that a plan cannot run."""
+    """Return a job's rank. Raises ConfigError for an impossible layout, and for layers that a plan cannot run."""
     config = load_config(None, settings=job["config"])
     layout = configured_layout(config.parallel, job["ranks"])
     parallel = config.parallel.model_copy(update={"fsdp": layout.degrees.fsdp})
@@ -49,24 +49,24 @@ def planned(job: Mapping[str, Any]) -> PlannedRank:
         if states := ModelFacts(empty_decoder(model).config).layers_with_state:
             raise ConfigError(
                 "data.packing",
-                f"got {config.data.packing}: {section}.model has layers ({name_list(states)}) that only kernels of "
-                f"other packages, such as {name_list(KERNELS.values())}, keep apart in packed rows, and a plan runs "
-                f"none of them: expected data.packing={ROWS}, which a run without them uses",
+                f"got {config.data.packing}: {section}.model has layers ({name_list(states)}) that need kernels of "
+                f"other packages, such as {name_list(KERNELS.values())}, to separate packed documents, and a plan "
+                f"does not run these kernels: expected data.packing={ROWS}, which a run without them uses",
             )
     if config.student.adapter is not None:
         require_adapters(config.student)
-        imported("peft", "student.adapter")  # this also imports bitsandbytes, which asks torch for CUDA
+        imported("peft", "student.adapter")  # before `fake_cuda`: peft imports bitsandbytes, which asks for CUDA
     return result
 
 
 def whole(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counts of a rank as JSON. Raises the errors of a run whose models do not fit their layout."""
+    """Return the counts of a rank, for JSON. Raises the errors of a run whose models do not fit their layout."""
     rank = planned(job)
     return asdict(_counted(rank, rank.operations_per_token))
 
 
 def shapes(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Cost` and the width of each model by section. Raises ConfigError if layers differ."""
+    """Return the `Cost` and the sizes of each model, by section. Raises ConfigError if layers of a model differ."""
     answer = {}
     for section, model in planned(job).models.items():
         decoder = empty_decoder(model)
@@ -84,7 +84,7 @@ def shapes(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parts(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counts of the three short steps, by name, as JSON."""
+    """Return the counts of the three short steps, by name, for JSON."""
     return {name: asdict(counts) for name, counts in _short_steps(planned(job)).items()}
 
 
@@ -110,7 +110,7 @@ def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
     second_layers = [(student, steps["student"]), (teacher, steps["teacher"])]
 
     def total(before: Any, others: list[Any]) -> Any:
-        """Extrapolate a count: add the increase by each model's second layer, times its layers after the first."""
+        """Extrapolate a count: for each layer of a model after the first, add the increase by its second layer."""
         if isinstance(before, Mapping):
             keys = dict.fromkeys(key for counts in (before, *others) for key in counts)
             return {key: total(before.get(key, 0), [other.get(key, 0) for other in others]) for key in keys}
@@ -123,7 +123,7 @@ def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counted(planned: PlannedRank, model_operations: float = 0.0) -> RankCounts:
-    """Run a step of the rank. model_operations: the number of operations for each token."""
+    """Run a step of a rank, and return its counts. model_operations: the number of operations for each token"""
     config, layout = planned.config, planned.layout
     data, rows = layout.degrees.data, max(1, config.train.tokens_per_step // config.data.max_tokens)
     schedule = make_step_schedule(config.train, rows, config.data.max_tokens, data, layout.stages)
@@ -154,7 +154,7 @@ def _short_steps(planned: PlannedRank) -> dict[str, RankCounts]:
 
 
 def _short_step(planned: PlannedRank, student: int, teacher: int) -> RankCounts:
-    """Run a step of models that have these numbers of layers on each stage."""
+    """Return the counts of a step of models that have these numbers of layers on each stage."""
     config, stages = planned.config, planned.layout.stages
 
     def even(count: int, student_cost: Cost, teacher_cost: Cost | None) -> list[Stage]:
@@ -176,8 +176,8 @@ def _short_step(planned: PlannedRank, student: int, teacher: int) -> RankCounts:
 def _write_short_model(model: str, folder: Path, layers: int) -> None:
     """Write the configuration of a model with fewer layers."""
     values = json.loads((Path(model) / "config.json").read_text())
-    values["tie_word_embeddings"] = empty_decoder(model).tied  # the files may have an untied head
-    language = values.get("text_config", values)  # next to the values of a vision tower
+    values["tie_word_embeddings"] = empty_decoder(model).tied  # the weights' files can have an untied head
+    language = values.get("text_config", values)  # the section of a vision-language model
     for key, value in language.items():
         if isinstance(value, list) and key.endswith("layer_types"):
             language[key] = [value[0]] * layers

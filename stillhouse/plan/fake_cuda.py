@@ -1,4 +1,4 @@
-"""A CUDA device without a GPU: torch's answers about the device, and its kernels, while all tensors are fake.
+"""Imitates a CUDA device without a GPU, for fake tensors: replaces kernels, and torch's calls of the driver.
 
 All changes to torch that a dry run needs are in this file, with their reasons; `child.py` loads the part in C++. In
 place of each kernel of Triton or torch.compile, `torch.ops.stillhouse.kernel` is called with the tensors that the
@@ -62,7 +62,7 @@ def fake_cuda(properties: SimpleNamespace) -> Iterator[None]:
 
 
 def _replacements(properties: SimpleNamespace) -> list[tuple[Any, str, Any]]:
-    """Replacements for functions of torch that ask the driver, or that read values, which fake tensors lack."""
+    """Return replacements for functions of torch that ask the driver, or read values, which fake tensors lack."""
     capability = (properties.major, properties.minor)
     random_state = torch.zeros(16, dtype=torch.uint8)
     answers = {
@@ -104,9 +104,9 @@ def _replacements(properties: SimpleNamespace) -> list[tuple[Any, str, Any]]:
         (DeviceMesh, "__getitem__", real(DeviceMesh.__getitem__)),
         # this method computes shapes by calling an operation once on full tensors, which would count as a kernel
         (ShardingPropagator, _SHAPES, real(getattr(ShardingPropagator, _SHAPES))),
-        # otherwise, the first fake tensor starts the device
+        # the original starts the device for the first fake tensor
         (fake_tensor, "init_gpu_context", _nothing),
-        # otherwise, each number of a fake tensor is read separately, and counts as a wait
+        # the original reads each number of a tensor separately, and each read would count as a wait
         (FakeTensor, "tolist", _list),
     ]
     if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # from torch 2.12 on
@@ -128,7 +128,7 @@ def _stages_with_gradients(schedule: Any, stages: list[Any], has_backward: bool,
 def _list(tensor: Tensor) -> Any:
     """Return zeros in the shape of the tensor, after one copy to the host.
 
-    The numbers of tokens that transformers sends to the experts of other processes are equal and not 0.
+    For the numbers of tokens that transformers sends to the experts of other processes, return equal shares instead.
     """
     host, value = tensor.cpu(), 0
     caller = sys._getframe(1)

@@ -2,7 +2,7 @@
 
 1. Two processes run short steps on one device (`dry_run.py`), with and without recomputation.
 2. From their counts, the time and the memory of every candidate are estimated by arithmetic.
-3. The fastest candidates are run under their layouts with few layers on a stage. Their counts are extrapolated.
+3. The fastest candidates are run under their layouts with few layers on a stage, and the counts are extrapolated.
 """
 
 import itertools
@@ -17,11 +17,12 @@ from stillhouse.plan.prediction import FIRST, LAST, RankCounts, bubble_share
 
 #: the number of layouts that are printed, and the number that are run
 BEST, TRIED = 5, 8
-#: sequences of at least this many tokens may be divided over ranks
+#: the search divides sequences over context ranks only if they have at least this many tokens
 LONG = 16384
 #: the numbers of rows of a micro-batch that are tried
 _ROWS = (1, 2, 4, 8)
-#: the largest allowed estimate, as a multiple of the usable memory; more than 1, because estimates are rough
+#: a candidate is run only if its estimated memory is at most this multiple of the usable memory. The multiple is
+#: above 1, because estimates are rough
 _ROUGH = 1.15
 
 
@@ -50,27 +51,27 @@ class Candidate:
         return degrees | {"replicate": 1, "expert": 1, "schedule": "1f1b"}
 
     def overrides(self, parallel: ParallelConfig, max_tokens: int) -> list[str]:
-        """The candidate as arguments of a command whose configuration file has these values."""
+        """Return the arguments of a command that change a configuration file with these values to this candidate."""
         values = {key: value for key, value in self.parallel.items() if value != getattr(parallel, key)}
         tokens = f"train.micro_batch_tokens={self.rows * max_tokens}"
         recompute = f"train.activation_checkpointing={str(self.recompute).lower()}"
         return [*(f"parallel.{key}={value}" for key, value in values.items()), tokens, recompute]
 
     def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """A configuration with this candidate's values."""
+        """Return a copy of the configuration with this candidate's values."""
         tokens = {"micro_batch_tokens": self.rows * self.max_tokens, "activation_checkpointing": self.recompute}
         return dict(config) | {"parallel": config["parallel"] | self.parallel, "train": config["train"] | tokens}
 
 
 def fit(config: RunConfig, machine: Machine, document_tokens: int) -> list[Plan]:
-    """Return plans of the fastest layouts that fit, the best first; empty if no layout fits.
+    """Return plans of the fastest layouts that fit, the best first. The list is empty if no layout fits.
 
     The counts of a plan are from steps with few layers.
 
     Raises ConfigError for models that no layout can run.
     """
     job = planned_job(config, machine, document_tokens)
-    planned = load_config(None, settings=job["config"])  # an on-policy run has other sequences
+    planned = load_config(None, settings=job["config"])  # a plan of an on-policy run has other sequences
     with DryRuns() as runs:
         rough = _measured(job, planned.data.max_tokens, runs)
         candidates = _candidates(
@@ -131,11 +132,12 @@ def _measured(job: Job, tokens: int, runs: DryRuns) -> "Rough":
 def _estimated(
     job: Job, candidates: list[Candidate], machine: Machine, runs: DryRuns
 ) -> list[tuple[Candidate, Plan]]:
-    """Run candidates with few layers. Layouts that a run refuses are left out."""
+    """Run candidates with few layers, and return them with their plans, except for layouts that a run refuses."""
     jobs, owners = [], []
     for candidate in candidates:
         values = candidate.settings(job["config"])
-        # the first stage holds one micro-batch for each stage, and the gradients of an earlier micro-batch
+        # more would not change the peak memory: the first stage holds one micro-batch for each stage, and the
+        # gradients of an earlier micro-batch
         shown = min(candidate.micro_batches, candidate.pipeline + 1)
         tokens = shown * candidate.rows * candidate.fsdp * candidate.max_tokens
         settings = values | {"train": values["train"] | {"tokens_per_step": tokens}}
@@ -153,7 +155,7 @@ def _estimated(
 
 
 def _step_counts(counts: RankCounts, candidate: Candidate) -> RankCounts:
-    """Return the counts of all micro-batches of a step."""
+    """Return the counts of a candidate's step. counts: the counts of a step with fewer micro-batches"""
     factor = candidate.micro_batches / counts.micro_batches
 
     def scaled(values: Mapping[str, float]) -> dict[str, float]:
@@ -173,7 +175,7 @@ def _step_counts(counts: RankCounts, candidate: Candidate) -> RankCounts:
 
 
 class _Shape(NamedTuple):
-    """The number of layers of a model, the elements of a layer, the elements of embedding and head, and the width."""
+    """The size of a model: its layers, a layer's weight elements, those of embedding and head (`rest`), its width."""
 
     layers: int = 0
     layer: float = 0.0
@@ -183,7 +185,7 @@ class _Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Rough:
-    """Estimates of candidates by arithmetic, from steps of two micro-batches of one row on one device.
+    """Estimates candidates by arithmetic, from steps of two micro-batches of one row on one device.
 
     plain, recomputed: the counts of the short steps by name (`dry_run.parts`), without and with recomputation.
     row: the number of tokens of a row.
@@ -196,7 +198,7 @@ class Rough:
     row: int
 
     def seconds(self, candidate: Candidate, machine: Machine) -> float:
-        """Estimate the time of a step."""
+        """Estimate the time of a step, in seconds."""
         steps = self.recomputed if candidate.recompute else self.plain
         student, teacher, device = self.student, self.teacher, machine.device
         one_layer, with_student, with_teacher = (
@@ -221,7 +223,7 @@ class Rough:
         return (computing + exposed) / (1 - bubble_share(candidate.pipeline, "1f1b", candidate.micro_batches))
 
     def memory(self, candidate: Candidate) -> float:
-        """Estimate the largest memory of a rank."""
+        """Estimate the largest memory of a rank, in bytes."""
         steps = self.recomputed if candidate.recompute else self.plain
         student, teacher, base = self.student, self.teacher, steps["base"]
         shards = candidate.fsdp * candidate.context * candidate.tensor
@@ -239,7 +241,7 @@ class Rough:
 
 
 def _seconds(step: RankCounts, device: Device, candidate: Candidate) -> float:
-    """The time of one of a candidate's micro-batches, from a step of two micro-batches of one row."""
+    """Return the seconds of a candidate's micro-batch. step: the counts of two micro-batches of one row"""
     products = sum(step.products.values()) / (device.bfloat16 * PRODUCTS)
     computing = products + step.traffic / (device.bandwidth * TRAFFIC)
     return max(computing * candidate.rows / (candidate.tensor * candidate.context), step.kernels * LAUNCH) / 2

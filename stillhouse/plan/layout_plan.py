@@ -18,7 +18,7 @@ from stillhouse.libraries import reading
 from stillhouse.plan.devices import DEVICES, Device
 from stillhouse.plan.prediction import FIRST, Prediction, RankCounts, planned_ranks, predict
 
-#: the maximum number of processes at a time; each needs about 1.5 GB
+#: the maximum number of processes at a time; each needs about 1.5 GB of memory
 PROCESSES = 2
 #: the files of a model that a plan reads
 _FILES = ["config.json", "generation_config.json"]
@@ -44,7 +44,7 @@ class Plan:
     """The dry run of a layout: the counts of its ranks by name.
 
     has_tower: whether a model has a vision tower; the dry run has no images.
-    completions: the completions of a step in words, for an on-policy run.
+    completions: a description of the completions of a step, for an on-policy run.
     overrides: the overrides of the configuration that give this layout.
     """
 
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def largest(self) -> RankCounts:
-        """The rank that needs most memory."""
+        """The rank that needs the most memory."""
         return max(self.ranks.values(), key=lambda rank: rank.memory)
 
     @property
@@ -109,30 +109,30 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
     if config.teachers is not None:
         raise ConfigError(
             "teachers",
-            "a plan has one teacher, in the student's stages: expected teachers=null with teacher.model, or with "
-            "teacher=null for the student alone",
+            "a plan has at most one teacher, in the student's stages: expected teachers=null, and teacher.model or "
+            "teacher=null",
         )
     for section, teacher in config.teacher_sections.items():
         if teacher.source_kind.is_store:
             raise ConfigError(
                 f"{section}.{teacher.signals_from}",
-                f"a plan has no signals of this kind; expected {section}.model, whose layers run in the job, or "
-                f"{section}=null for the student alone",
+                f"a plan has no signals of this source; expected {section}.model, whose layers run in the job, or "
+                f"{section}=null for a plan of the student only",
             )
         if teacher.parallel is not None:
-            raise ConfigError(f"{section}.parallel", "a plan has a teacher in the student's stages: expected null")
+            raise ConfigError(f"{section}.parallel", "a plan runs the teacher in the student's stages: expected null")
     models: dict[str, StudentConfig | TeacherConfig] = {"student": config.student, **config.teacher_sections}
     for section, model in models.items():
         if model.quantize is not None:
-            raise ConfigError(f"{section}.quantize", "a plan counts plain weights: expected null")
+            raise ConfigError(f"{section}.quantize", "a plan counts weights without quantization: expected null")
     if (engine := config.parallel.engine) != "torch":
         raise ConfigError("parallel.engine", f"got {engine}: a plan runs torch's layouts; expected torch")
     if config.train.compile:
         raise ConfigError(
-            "train.compile", "got true: a plan counts the kernels of layers as they are written; expected false"
+            "train.compile", "got true: a plan counts the kernels of layers without compilation; expected false"
         )
     values = config.model_dump(mode="json")
-    # a step has no evaluation and no checkpoint; null gives a section its default
+    # a planned step has no evaluation and no checkpoint; null gives a section its default
     values |= {"device": "cuda", "track": [], "eval": None, "checkpoint": None}
     values["data"]["eval"] = 0
     values["student"]["init"] = None  # the initial values do not change the shapes of the weights
@@ -165,11 +165,11 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
 def _set_completions(
     values: Job, sources: Sequence[tuple[float, RolloutConfig]], parts: int, prompt_tokens: int
 ) -> tuple[int, str]:
-    """Set the tokens of a step and of a sequence to the tokens of the step's completions, packed as in `StepPacker`.
+    """Set the tokens of a sequence, a step and a micro-batch to those of the step's completions, packed as
+    `StepPacker` packs them. Every completion has the largest rollout.max_new_tokens of all sources.
 
-    sources: pairs of a weight and a source. parts: the smallest number of micro-batches of a step. Every completion
-    has the largest rollout.max_new_tokens of all sources.
-    Returns the number of tokens of a completion with its prompt, and the completions in words.
+    sources: pairs of a weight and a section `rollout`. parts: the smallest number of micro-batches of a step.
+    Returns the number of tokens of a completion with its prompt, and a description of the completions.
     """
     data, train, max_tokens = values["data"], values["train"], values["data"]["max_tokens"]
     samples = sum(w * source.samples_per_prompt for w, source in sources) / sum(weight for weight, _ in sources)
@@ -203,7 +203,7 @@ class DryRuns:
         self._errors.close()
 
     def counts(self, jobs: Sequence[Job]) -> list[RankCounts]:
-        """Return the counts of several ranks. Raises the first error of a job."""
+        """Return the counts of several ranks. Raises the error of the first job that failed."""
         return [RankCounts.from_json(successful(answer)) for answer in self.answers(jobs)]
 
     def answers(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
@@ -219,7 +219,7 @@ class DryRuns:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},  # without this machine's GPU
+                env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},  # hides this machine's GPUs
                 text=True,
             )
         assert process.stdin is not None
@@ -232,11 +232,11 @@ class DryRuns:
         finally:
             self._idle.put(process)
         self._errors.seek(0)
-        raise RuntimeError(f"the process of a dry run ended with {process.wait()}:\n{self._errors.read()}")
+        raise RuntimeError(f"the process of a dry run ended with exit code {process.wait()}:\n{self._errors.read()}")
 
 
 def successful(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of a job. Raises the error of its process."""
+    """Return the answer of a job, or raise the error that the answer contains."""
     if "error" not in answer:
         return answer
     if answer["key"] is None:

@@ -1,4 +1,4 @@
-"""The counts of the ranks of a step, and the time that they predict. `docs/plan.md` has the formula. Needs no torch.
+"""Predicts the time of a step from its ranks' counts, without torch. `docs/plan.md` explains the formula.
 
 time of a rank = max(products + traffic, launches) + exposed messages
 time of a step = time of the slowest rank / (1 − share of the bubble)
@@ -13,12 +13,13 @@ from stillhouse.plan.devices import LATENCY, LAUNCH, LINKS, NETWORK_LATENCY, PRO
 
 #: names of the ranks whose steps are run, one for each kind of stage
 FIRST, INNER, LAST = "first", "inner", "last"
-#: how many times a rank of a large group sends its bytes to other ranks; for other operations once
+#: how many times a rank of a large group sends its bytes, by operation; once for operations that are not listed
 _PASSES = {"allreduce": 2.0, "all_reduce": 2.0}
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 #: the axes whose messages FSDP overlaps with computation
 _OVERLAPPED = frozenset(("shard", "replicate"))
-#: the time of a schedule's bubble, relative to the time of one micro-batch on a stage, for each stage after the first
+#: the time of a schedule's bubble for each pipeline rank after the first, as a multiple of a rank's time for one
+#: micro-batch; 1 for schedules that are not listed
 _BUBBLES = {"interleaved": 1 / 2, "zero_bubble": 1 / 6, "zbv": 0.0}
 
 
@@ -29,7 +30,7 @@ class LayoutSize:
     degrees: the degree of each axis.
     stages: the number of pipeline stages on all ranks.
     schedule: the pipeline's schedule.
-    last_rank: the pipeline's rank that has the last stage.
+    last_rank: the pipeline coordinate of the rank with the last stage.
     """
 
     degrees: Mapping[str, int]
@@ -49,11 +50,11 @@ class LayoutSize:
 
 @dataclass(frozen=True)
 class RankCounts:
-    """The counts of one rank in a step after the first one.
+    """The counts of one rank in a step after the first step.
 
     micro_batches: the number of this rank's micro-batches. tokens: the number of the step's tokens on all ranks.
     model_operations: floating-point operations of the step on all ranks, without recomputation and attention.
-    kernels: the number of kernel launches. The other fields are the same as in `StepCounts`.
+    kernels: the number of kernel launches. `StepCounts` explains waits, pageable, products and the fields after them.
     """
 
     rank: int
@@ -98,8 +99,8 @@ def planned_ranks(layout: LayoutSize) -> dict[str, int]:
 class RankTime:
     """Predicted seconds of a rank in a step.
 
-    overlapped: the time of FSDP's messages, hidden or not. exposed: the time of all messages that are not hidden by
-        computation.
+    overlapped: the time of FSDP's messages, including the time that computation hides.
+    exposed: the time of all messages that computation does not hide.
     """
 
     products: float
@@ -114,7 +115,7 @@ class RankTime:
 
     @property
     def bound(self) -> str:
-        """The resource that takes most of the time."""
+        """The resource that takes the largest part of the time."""
         if self.launches > self.products + self.traffic and self.launches > self.exposed:
             return "launches"
         parts = {"compute": self.products, "memory": self.traffic, "network": self.exposed}
@@ -123,7 +124,7 @@ class RankTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted step.
+    """The predicted time of a step.
 
     times: the ranks' times by name.
     slowest: the name of the rank for which all others wait.
@@ -140,7 +141,7 @@ class Prediction:
 
 
 def predict(ranks: Mapping[str, RankCounts], device: Device, gpus_per_node: int) -> Prediction:
-    """Predict the time of a step from its ranks' counts, by name."""
+    """Predict the time of a step. ranks: the counts of its ranks, by the names of `planned_ranks`"""
     times = {name: rank_time(rank, device, gpus_per_node) for name, rank in ranks.items()}
     slowest = max(times, key=lambda name: times[name].seconds)
     rank = ranks[slowest]
@@ -169,7 +170,7 @@ def rank_time(rank: RankCounts, device: Device, gpus_per_node: int) -> RankTime:
             overlapped += seconds
             overlapped_messages += rank.messages[key]
     computing = max(products + traffic, launches)
-    # computation does not hide a step's first gather and last reduction: in total about one message
+    # computation does not hide a step's first gather and last reduction, whose time is about that of one message
     exposed = other + max(overlapped / max(1, overlapped_messages), overlapped - computing)
     return RankTime(products, traffic, launches, overlapped, exposed)
 
@@ -178,7 +179,7 @@ def message_seconds(rank: RankCounts, axis: str, operation: str, device: Device,
     """Return the seconds of all messages of an axis and an operation, if nothing else uses the links."""
     key, degrees = f"{axis} {operation}", rank.layout.degrees
     shard = degrees["fsdp"] * degrees["context"]
-    extents = {  # the number of ranks of a group along an axis, and the distance between neighbours
+    extents = {  # the number of ranks of a group along an axis, and the distance between neighbouring ranks
         "tensor": (degrees["tensor"], 1),
         "expert": (max(degrees["expert"], degrees["tensor"]), 1),
         "context": (degrees["context"], degrees["tensor"]),

@@ -1,6 +1,6 @@
-"""One step of one rank, with fake tensors: the run's own models, layout and engine, but no values and no device.
+"""Runs steps of one rank with the models, layout and engine of a run, but with fake tensors and without a device.
 
-The weights are allocated and never read, the documents have a length and no text, and the signals of stores have no
+The weights are allocated and not read, the documents have a length but no text, and the signals of stores have no
 values. Messages to other ranks go to torch's fake process group, which sends nothing. N: the tokens of all documents.
 """
 
@@ -61,7 +61,7 @@ STUDENT_ACTIVATIONS, TEACHER_ACTIVATIONS, OBJECTIVE, BATCH = "activations", "tea
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """A rank whose steps are run.
+    """The rank of a job whose steps are run.
 
     config: the configuration, with `parallel.fsdp` set.
     document_tokens: the length of the documents that fill the packed rows.
@@ -86,8 +86,8 @@ class PlannedRank:
 
     @property
     def operations_per_token(self) -> float:
-        """Two operations for each weight that a token uses and for each pass: a teacher has one pass, the student
-        three passes, or two if an adapter is trained.
+        """The floating-point operations per token: two for each weight that a token uses, in each pass. A teacher has
+        one pass. The student has three passes, or two if an adapter is trained.
         """
         student = self.config.student
         costs = [cost_of(empty_decoder(student.model), 3 if student.adapter is None else 2)]
@@ -99,16 +99,16 @@ class PlannedRank:
 
 
 def rank_steps(planned: PlannedRank, properties: SimpleNamespace, tokens: Sequence[int]) -> list[StepCounts]:
-    """Run steps of a rank and return their counts. This process must have the rank's `RANK` and `WORLD_SIZE`.
+    """Run steps of a rank and return their counts. The environment must have the rank's `RANK` and `WORLD_SIZE`.
 
     properties: the device's properties, see `fake_cuda`. tokens: `train.tokens_per_step` of each step.
     Raises the errors of a run whose models do not fit their layout.
     """
     with dry_run(_ANSWERS), fake_cuda(properties), ExitStack() as stack:
-        if planned.ranks > 1:  # a job whose other ranks do not exist
+        if planned.ranks > 1:  # the fake group stands in for the job's other ranks
             dist.init_process_group("fake", store=FakeStore(), rank=planned.rank, world_size=planned.ranks)
             stack.callback(dist.destroy_process_group)
-            # these functions read the number of a micro-batch, which has no value
+            # the real functions read values of tensors, which fake tensors lack
             stack.enter_context(dry_run({Ranks.exchange: _exchange, require_next: lambda *arguments: None}))
         setup = _PlannedSetup(with_precision(planned.config))
         layout = setup.layout
@@ -126,7 +126,7 @@ def rank_steps(planned: PlannedRank, properties: SimpleNamespace, tokens: Sequen
             with _labelled(engine, source, device):
                 for _ in tokens:
                     device.restart()
-                    _run(engine, requests, device)  # a function, so that its tensors are freed before the next step
+                    _run(engine, requests, device)  # a function, whose end frees its tensors
                     counted.append(device.restart())
         return counted
 
@@ -207,7 +207,7 @@ class _PlannedModels(ModelSources):
     ) -> ModelSource:
         source = super().sharded(section, device, offload=offload, **options)
         purpose = STUDENT if section == "student" else TEACHER
-        # modules start with meta tensors: they could not replace fake tensors, to which a `FakeTensorMode` refers
+        # models are built with meta tensors, because a module cannot replace fake tensors, to which the mode refers
         load = partial(self._allocate, purpose, device or self.mesh.device, offload)
         return replace(source, build=unset_fake_temporarily()(source.build), load_weights=load, has_values=False)
 
@@ -219,18 +219,20 @@ class _PlannedModels(ModelSources):
         if shard is not None and shard.group is not None:
             rows, ranks = decoder.vocabulary_rows, shard.group.size()
             sizes = [Shard.local_shard_size_and_offset(rows, ranks, rank) for rank in range(ranks)]
-            # the first and last row of each rank's shard, which a run exchanges
+            # the borders of each rank's shard, which the ranks of a run exchange
             vars(shard)["borders"] = tuple(
                 (start if size else rows, start + size if size else rows) for size, start in sizes
             )
 
 
 class _PlannedStore(SignalStore):
-    """Stands for a server's signals of the kind `teacher.signal`. Nobody reads the signals."""
+    """Replaces the store of a server's signals by signals of the kind `teacher.signal` without values."""
 
     def __init__(self, teacher: TeacherConfig, temperature: float):
         if teacher.url is None or teacher.signal == "hidden":
-            raise ValueError("a dry run of a teacher on a server: expected teacher.signal=top_k, chosen or sampled")
+            raise ValueError(
+                "a store in a dry run: expected teacher.url with teacher.signal=top_k, chosen or sampled"
+            )
         self.signal = SignalSpec(teacher.signal, "float32", teacher.top_k, temperature)
         self.identity = self.name = "planned"
 
@@ -241,13 +243,15 @@ class _PlannedStore(SignalStore):
 
 
 def _planned_signals(source: StoredTeacher, micro_batches: ShardedMicroBatches) -> PendingSignals:
-    # replaces `StoredTeacher.request`, whose threads read the store; the tensors get to the device in the same way
+    # replaces `StoredTeacher.request`, whose threads read the store; the tensors are copied to the device as in a run
     tensors = [source._empty(batch, "cpu") for batch in micro_batches] if source._student.has_results else []
     return PendingSignals(partial(source.on_device, tensors, micro_batches))
 
 
 def _planned_shards(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
-    """Replaces `shard_micro_batches`, which reads values: micro-batches have values until they are on the device."""
+    """Shard micro-batches with values in host memory, because `shard_micro_batches` reads values; the copies on the
+    device have none.
+    """
     host: Any = SimpleNamespace(degrees=mesh.degrees, coordinate=mesh.coordinate, device=torch.device("cpu"))
     with unset_fake_temporarily():
         on_cpu = unwrap(shard_micro_batches)(step, host, uniform_shapes=uniform_shapes)
@@ -289,7 +293,7 @@ def _labelled(engine: Engine, source: SignalSource, device: DeviceCounts) -> Ite
 
 
 def _exchange(ranks: Ranks, content: bytes) -> list[bytes]:
-    """Send the messages of a real exchange. The other ranks' answers are copies of this rank's content."""
+    """Send the messages of `Ranks.exchange`, and return a copy of this rank's content for each rank."""
     ranks.exchange_padded(content[:FIRST_BYTES], LENGTH_BYTES + FIRST_BYTES)
     if rest := content[FIRST_BYTES:]:
         ranks.exchange_padded(rest, len(rest))
@@ -306,7 +310,7 @@ _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def _axes(mesh: Mesh) -> dict[str, str]:
-    """Return the axes with several processes, by the names of their groups."""
+    """Return the axes with several processes, joined by "/", by the names of their groups."""
     if not mesh.has_groups:
         return {}
     assert mesh.ranks.group is not None

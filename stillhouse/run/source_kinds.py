@@ -1,4 +1,4 @@
-"""The sources of a teacher's signals in this job and on its disks, as entries of the group `stillhouse.sources`."""
+"""The sources of a teacher's signals in this job or on its disks, as entries of the group `stillhouse.sources`."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ STUDENT = _Student(
     "student",
     "the student itself",
     is_store=False,
-    because="the student's own is used",
+    because="the student's value is used",
     options=("ema_decay",),
     any_tokens=True,
     compares_tokenizer=True,

@@ -84,7 +84,7 @@ def test_other_layouts_and_a_store_in_rank_0(folder: Path, layout: str, rank: in
     store = r"on 127\.0\.0\.1, which holds the job's store, has not answered|" * (rank == 0 and in_rank_0)
     silent = rf"({store}\(.*\) has sent no heartbeat) for {SECONDS} s \(train.timeout\)"
     assert re.match(f"error( on rank 1)?: rank {rank} {silent}", ranks[1 - rank].err)
-    assert ranks[1 - rank].err.endswith("; a run continues from its last checkpoint\n")
+    assert ranks[1 - rank].err.endswith("; when started again, the run continues from its last checkpoint\n")
     assert ranks[1 - rank].err.count("\n") == 1
 
 
@@ -126,7 +126,7 @@ HANGS: dict[str, tuple[Callable[..., None], tuple[float, ...], str]] = {
     "before it joins": (
         hang_before_meeting,
         (),
-        rf"error: rank 1 has not joined the others within {SECONDS} s \(train.timeout\)",
+        rf"error: rank 1 has not connected to the other ranks within {SECONDS} s \(train.timeout\)",
     ),
     # the rank sends heartbeats, but the others have waited for it longer than the limit
     "reading its data": (

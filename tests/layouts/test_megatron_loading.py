@@ -268,7 +268,7 @@ def another_model(folder: Path) -> None:
             another_shape,
             "parallel.pipeline=2",
             2,
-            r"'model\.layers\.1\.mlp\.down_proj\.weight' has 48 rows of shape \[79\]: expected \[48, 80\] in all",
+            r"'model\.layers\.1\.mlp\.down_proj\.weight' has 48 rows of shape \[79\]: expected \[48, 80\] in total",
         ),
         slow(lost_file, "parallel.pipeline=2", 2, r"/student/model-\S+\.safetensors is missing, but config\.json"),
         slow(another_model, "parallel.fsdp=2", 2, r"has no tensor 'model\.layers\.0\.mlp\.gate_proj\.weight'"),

@@ -122,7 +122,7 @@ def test_a_tensor_that_is_made_of_too_few_is_refused(tmp_path: Path) -> None:
     name = next(name for name in tensors if "conv" in name)
     tensors[name] = tensors[name][: len(tensors[name]) // 2].clone()
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"is made of stored tensors and has the shape"):
+    with pytest.raises(ValueError, match=r"is made give the shape"):
         load_weights(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
 
 
@@ -187,7 +187,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="is quantized: expected plain weights"):
+    with pytest.raises(ValueError, match="is quantized: expected weights without quantization"):
         empty_decoder(tmp_path)
 
 

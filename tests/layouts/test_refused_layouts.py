@@ -22,7 +22,7 @@ from stillhouse.proofs.layouts import build_proven_runner
 PLAN = "has no tensor-parallel plan in transformers: expected tensor=1"
 EARLY = "reads 'per_layer_input', which is computed from embeddings"
 SEVERAL = "pass several hidden states per token"
-EXPERTS = "which has no experts that transformers' plans distribute: expected 1"
+EXPERTS = "which has no experts that transformers' plans distribute: expected expert=1"
 
 
 def empty(model_type: str) -> Decoder:
@@ -46,7 +46,7 @@ def refuse(model_type: str, message: str, **degrees: int) -> None:
         ("deepseek_v4", "tensor=2 does not divide the model's num_key_value_heads=1"),
         # sizes of layers that differ
         ("gemma4_text", "tensor=2 does not divide the model's num_key_value_heads=[2, 1, 2, 1]"),
-        ("inkling_text", "'inkling_text' uses all_reduce, which is not supported here"),
+        ("inkling_text", "'inkling_text' uses all_reduce, but this package supports only"),
         ("gemma3n_text", "by their mean over all columns of a matrix"),
     ],
 )
@@ -85,5 +85,5 @@ def test_several_mtp_depths_under_a_split_backward(schedule: str) -> None:
         return decoder
 
     layout = Layout(Degrees(pipeline=2), schedule)
-    with pytest.raises(ValueError, match="torch cannot split the backward of its stage"):
+    with pytest.raises(ValueError, match="torch cannot split the backward of the last stage"):
         build_proven_runner(layout, ONE, ModelSource(student), None)

@@ -26,11 +26,11 @@ def test_auto_takes_cuda_then_mps_then_the_cpu(
 @pytest.mark.parametrize(
     ("name", "processes", "message"),
     [
-        ("mps", 1, "got mps, but this machine has no such GPU: expected auto or cpu"),
+        ("mps", 1, "got mps, but this machine has no Apple GPU: expected auto or cpu"),
         ("mps", 2, "got mps for 2 processes, which cannot share it"),
         ("cuda", 1, "got cuda, but this machine has 0 CUDA devices: expected auto or cpu"),
         ("cuda:3", 1, "got cuda:3, but this machine has 0 CUDA devices"),
-        ("cuda:0", 2, "got cuda:0 for 2 processes: expected cuda, so that each process gets another GPU"),
+        ("cuda:0", 2, "got cuda:0 for 2 processes: expected cuda, which gives each process its own GPU"),
     ],
 )
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str, processes: int, message: str) -> None:

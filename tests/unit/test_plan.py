@@ -241,7 +241,7 @@ def test_sources_with_rollouts_of_their_own_are_planned_by_the_longest(tmp_path:
     assert job["completions"].startswith("28 in a step, each of 49 tokens")
     ranks = {"first": counts(layout(), products={"bfloat16": H100.bfloat16})}
     plan = Plan(Machine(1, 8, "h100"), ranks, completions=job["completions"])
-    assert "the training step alone" in "\n".join(lines(plan))
+    assert "only the training step is planned" in "\n".join(lines(plan))
     assert not plan.as_json()["counts_generation"]
 
 

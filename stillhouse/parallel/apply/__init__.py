@@ -47,10 +47,10 @@ def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
 
 
 def apply_residual_dtype(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Round the output of a decoder's embedding to this dtype under autocast. Otherwise, the output would be float32.
+    """Round the output of a decoder's embedding to this dtype under autocast. Autocast itself leaves it in float32.
 
     In most families, the hidden states then have this dtype in all layers, so norms and additions read and write half
-    the bytes. A pipeline stage without the head always sends this dtype, because the next stage expects it.
+    as many bytes. A pipeline stage without the head always sends this dtype, because the next stage expects it.
     """
 
     def rounded(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

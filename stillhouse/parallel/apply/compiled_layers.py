@@ -27,8 +27,8 @@ Forward = Callable[..., Any]
 
 #: the names of caches among the arguments of layers
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-#: the largest number of graphs of one function; beyond it, torch runs the function without compiling. Student and
-#: teacher can have the same class of layers. They need graphs for each kind of layer, for one and for several rows,
+#: the largest number of graphs of one function; beyond it, torch runs the function without compiling. A class of
+#: layers, which student and teacher can share, needs a graph for each kind of layer, for one and for several rows,
 #: with and without gradients
 _MOST_GRAPHS = 64
 
@@ -55,19 +55,23 @@ def compile_layers(decoder: Decoder, backend: str = "inductor") -> None:
     compiled = {kind: torch.compile(kind.forward, dynamic=True, backend=backend) for kind in kinds}
     for layer in decoder.layers():
         kind = type(layer)
-        # a bound method, because a deep copy of a layer binds it to the copy
+        # a bound method, because a deep copy of a layer binds the method to the copied layer
         layer.forward = MethodType(_forward(kind, compiled[kind], _taken_checkpoint(layer)), layer)
 
 
 @contextmanager
 def layers_not_compiled() -> Iterator[None]:
-    """Within the block, compiled functions run as they are written."""
+    """Within the block, functions that `torch.compile` has wrapped run without compilation."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 def _forward(kind: type[nn.Module], compiled: Forward, checkpoint: Forward | None) -> Forward:
-    """checkpoint: calls a function and recomputes it in backward."""
+    """Return a `forward` for layers of the class `kind`. It runs the compiled function; with a cache of keys and
+    values, it runs `kind.forward`.
+
+    checkpoint: transformers' function that calls a function, and calls it again in backward.
+    """
 
     def run(layer: nn.Module, *arguments: Any, **options: Any) -> Any:
         try:
@@ -82,7 +86,7 @@ def _forward(kind: type[nn.Module], compiled: Forward, checkpoint: Forward | Non
         if any(options.get(name) is not None for name in _CACHES):
             return kind.forward(layer, *arguments, **options)
         nonlocal checkpoint
-        checkpoint = _taken_checkpoint(layer) or checkpoint  # enabled after the layers were compiled
+        checkpoint = _taken_checkpoint(layer) or checkpoint  # it may be enabled after compiling
         if checkpoint is not None and layer.training:
             return checkpoint(partial(run, layer, **options), *arguments)
         return run(layer, *arguments, **options)
@@ -91,8 +95,8 @@ def _forward(kind: type[nn.Module], compiled: Forward, checkpoint: Forward | Non
 
 
 def _taken_checkpoint(layer: nn.Module) -> Forward | None:
-    """Return transformers' checkpoint function of a layer; None if checkpointing is disabled. From now on, the layer
-    itself does not use the function, which would become a part of the compiled code in some versions.
+    """Return transformers' checkpoint function of a layer, and disable checkpointing in the layer itself; in some
+    versions, it would become a part of the compiled code. Returns None if checkpointing is disabled already.
     """
     if not getattr(layer, "gradient_checkpointing", False):
         return None

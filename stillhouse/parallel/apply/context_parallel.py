@@ -5,8 +5,8 @@ an all-to-all, it has a part of the heads for the global sequence. Then transfor
 masks of the global sequence, for example for packed documents. Another all-to-all restores the distribution.
 
 In a vision-language backbone, everything before the language model gets whole sequences on every rank, with all media
-of the micro-batch. Then each rank continues with its columns. So features need not be cut together with their
-placeholders, and the sum of the ranks' gradients of the tower is the gradient of the whole sequences.
+of the micro-batch. Then each rank continues with its columns. So the tower's features need not be cut together with
+their placeholders, and the sum of the ranks' gradients of the tower is the gradient of the whole sequences.
 
 B rows, S tokens of the global sequence, H heads, D width of a head.
 """
@@ -31,8 +31,8 @@ from stillhouse.models.families import HEADS, ModelFacts, text_config
 from stillhouse.models.forward_modes import VARLEN
 from stillhouse.models.vision_language import TOKEN_TYPES
 
-_ULYSSES = "ulysses_"  # how the names of the attention functions begin
-#: the inputs [B, S] of a backbone beside positions
+_ULYSSES = "ulysses_"  # the prefix of the names of the attention functions in transformers' registry
+#: the inputs [B, S] of a backbone apart from position ids
 _OF_TOKENS = ("input_ids", *TOKEN_TYPES)
 
 
@@ -46,8 +46,8 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
     inner, attention = config._attn_implementation, decoder.packing.attention
     if inner not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         raise ValueError(
-            f"attention '{inner}' under context={ranks}: expected one of transformers' own functions, "
-            "such as sdpa or flash_attention_2"
+            f"attention '{inner}' under context={ranks}: expected attention sdpa, or another function that "
+            "transformers registers, such as flash_attention_2"
         )
     language, is_part = decoder.language_model, config is not decoder.config
     layers = getattr(language, "layers", None) if is_part or language is decoder.backbone else None
@@ -64,7 +64,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
     if size := ModelFacts(config).indivisible_size(HEADS, ranks * tensor):
         raise ValueError(
             f"context={ranks} × tensor={tensor} does not divide the {size[0]}={size[1]} of model type "
-            f"'{config.model_type}': expected a divisor, since both degrees divide the heads"
+            f"'{config.model_type}': expected degrees whose product divides it"
         )
     names = {function: f"{_ULYSSES}{function}_{group.group_name}" for function in attention.names}
     for function, name in names.items():
@@ -95,7 +95,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
 
 @contextmanager
 def whole_sequences(decoder: Decoder, group: ProcessGroup | None) -> Iterator[None]:
-    """Within the block, a decoder gets whole sequences.
+    """Suspend context parallelism within the block, so that a decoder with images accepts whole sequences.
 
     group: the context ranks, or None without context parallelism.
     """
@@ -126,7 +126,7 @@ class NextTokens:
 
     @torch.no_grad()
     def __call__(self, columns_BS: Tensor) -> Tensor:
-        """Convert [B, S, …] to [B, S + count, …]. A collective of the group."""
+        """Return the columns [B, S, …] with the next columns, [B, S + count, …]. A collective of the group."""
         if self.group is None:
             return columns_BS
         parts = _gathered(columns_BS[:, : self.count], self.group)
@@ -168,11 +168,11 @@ class _Columns:
     is_whole: bool = False
 
     @property
-    def _is_sharded(self) -> bool:  # not within `whole_sequences`
+    def _is_sharded(self) -> bool:  # False within `whole_sequences`
         return (self.config._attn_implementation or "").startswith(_ULYSSES)
 
     def gather(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-        """Give the backbone the global sequences: the ids, positions and kinds of their tokens."""
+        """Give the backbone the global sequences: the ids, positions and types of their tokens."""
         self.is_whole = self._is_sharded and options.get("input_ids") is not None
         if not self.is_whole:
             return arguments, options
@@ -206,7 +206,7 @@ class _Columns:
         return arguments, options | part | masks | {"global_position_ids": _text(positions)}
 
     def _positions(self, options: Mapping[str, Any]) -> Tensor:
-        """Return positions of the global sequences, [B, S] or [A, B, S] for A axes."""
+        """Return the position ids of the global sequences: [B, S], or [A, B, S] if a position has A coordinates."""
         return gather_sequences(options["position_ids"].movedim(-1, 1), self.group).movedim(1, -1)
 
 
@@ -242,7 +242,7 @@ def _ulysses(
 ) -> tuple[Tensor, None]:
     """Run transformers' attention function `inner` on the global sequence and a part of the heads."""
     inputs = [_all_to_all(heads, group) for heads in (query_BHSD, key_BHSD, value_BHSD)]
-    # functions that separate packed documents by their position ids need the ids of the global sequence
+    # functions that separate packed documents by position ids need the position ids of the global sequence
     position_ids_BS = options.pop("global_position_ids", None)
     shape_BS = inputs[0].shape[0], inputs[0].shape[2]
     joins_rows = joins_rows and position_ids_BS is not None
@@ -257,6 +257,6 @@ def _ulysses(
 
 
 def _all_to_all(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Send a chunk of dim 1 to each rank; concatenate received chunks along dim 2. Differentiable."""
+    """Send a chunk of dim 1 to each rank; concatenate the received chunks along dim 2, differentiably."""
     outgoing = torch.stack(tensor.chunk(group.size(), 1))
     return torch.cat(all_to_all_single_autograd(outgoing, None, None, group).unbind(0), 2)

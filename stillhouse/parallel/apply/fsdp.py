@@ -1,8 +1,9 @@
 """FSDP2 and HSDP: shards weights, gradients and optimizer state over ranks.
 
-The weights of each layer and of an untied head are gathered for the forward and the backward of this module. The
-output processor runs in the head's forward, so it sees the full weight. A vision tower is in the root's group: a
-process whose micro-batch has no media does not run the tower, and other processes must not wait for this process.
+The weights of each layer and of an untied head are gathered for the forward and the backward of this layer or head.
+The output processor runs in the head's forward, so it sees the full weight. A vision tower is in the root's group.
+With a separate group, all processes would wait for a process that does not run the tower, because its micro-batch has
+no media.
 
 Gradients are summed over ranks and not averaged, because the losses are sums over tokens that are already divided by
 the step's token count.
@@ -34,22 +35,22 @@ def apply_fsdp(
 ) -> None:
     """Shard a decoder's weights over a mesh.
 
-    mesh: (shard), or (replicate, shard) to keep several replicas of the sharded model.
+    mesh: has the axis (shard), or the axes (replicate, shard) for several replicas of the sharded model.
     experts: the modules of experts that expert parallelism has already distributed. expert_mesh: like `mesh`, for
         the processes that have the same experts.
-    reshard_after_forward: free the gathered weights after forward and gather them again in backward.
+    reshard_after_forward: whether to free the gathered weights after forward, and gather them again in backward.
     gather_dtype: the dtype in which layers and an untied head are gathered, for a forward under autocast to that
         dtype; their gradients are summed in float32. If it is None, they are gathered in the dtype of the weights.
-    offload: keep shards of weights and gradients in host memory between uses, and with them the optimizer state.
+    offload: whether to keep the shards of weights and gradients, and so the optimizer state, in host memory.
     """
-    # pinned memory needs a GPU; the GPU can then copy while it computes
+    # pinned memory, from which a GPU copies while it computes, needs a GPU
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     shard = partial(fully_shard, offload_policy=policy)
     precision = MixedPrecisionPolicy()
     if gather_dtype is not None:  # hidden states keep their dtype between the layers, as they do under autocast
         precision = MixedPrecisionPolicy(gather_dtype, torch.float32, cast_forward_inputs=False)
     inner = partial(shard, mp_policy=precision, reshard_after_forward=reshard_after_forward)
-    for module in experts:  # before the layers that contain them
+    for module in experts:  # FSDP requires that inner modules come before the layers that contain them
         assert expert_mesh is not None
         # expert parallelism shards dim 0; FSDP shards dim 0 again if the parts are equal, otherwise dim 1
         processes = expert_mesh["shard"].size() if expert_mesh.ndim > 1 else expert_mesh.size()
@@ -62,7 +63,7 @@ def apply_fsdp(
         _require_one_dtype(decoder, layers)
         inner(layers if len(layers) > 1 else layers[0], mesh=mesh)
     for module in (module for loss in decoder.layer_losses.values() for module in loss.modules()):
-        # a separate FSDP group for each module: the weights may be float32, and a group must have one dtype
+        # a separate FSDP group for each module: the weights can be float32, and a group must have one dtype
         if next(module.parameters(recurse=False), None) is not None:
             shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
     trains = any(parameter.requires_grad for parameter in decoder.parameters())
@@ -73,7 +74,8 @@ def apply_fsdp(
         inner(decoder.head, mesh=mesh, reshard_after_forward=reshard_after_forward and not head_trains)
     # a frozen decoder is a teacher, whose tied head is used after the teacher's forward (`DecoderHead`)
     keep_gathered = trains or (decoder.tied and decoder.has_head)
-    # without gather_dtype: the gradient of an embedding row is a sum over all occurrences of a token
+    # the root does not use gather_dtype, which would round the gradient of an embedding row; this gradient is a sum
+    # over all occurrences of a token
     shard(decoder, mesh=mesh, reshard_after_forward=reshard_after_forward and not keep_gathered)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
@@ -93,7 +95,7 @@ def _require_one_dtype(decoder: Decoder, layers: Sequence[nn.Module]) -> None:
 
 
 def _by_shared_weights(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return the layers in groups. Layers that share a weight are in one group, because FSDP shards it only once."""
+    """Return groups of layers. Layers that share a weight form a group, because FSDP shards a weight only once."""
     groups: list[tuple[set[int], list[nn.Module]]] = []
     for layer in layers:
         weights, members = {id(parameter) for parameter in layer.parameters()}, [layer]

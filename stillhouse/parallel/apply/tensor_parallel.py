@@ -39,7 +39,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
-    # a norm of each attention head: every rank has the full weight, but a gradient only from the rank's heads
+    # a norm of each attention head: every rank has the full weight, but the gradient comes only from its own heads
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 
@@ -51,12 +51,12 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     frozen = {name for name, parameter in decoder.named_parameters() if not parameter.requires_grad}
     if plan and not any(plan_name(name) in plan for name, _ in decoder.language_model.named_modules()):
         raise ValueError(
-            f"the tensor-parallel plan of model type '{decoder.config.model_type}' names none of its modules: "
+            f"the tensor-parallel plan of model type '{decoder.config.model_type}' names no module of the model: "
             "expected tensor=1"
         )
     modules = list(decoder.language_model.named_modules())
     for number, layer in enumerate(decoder.mtp_layers()):
-        # the block in an MTP layer has the same module names as a layer
+        # the block in an MTP layer has the same module names as a layer of the model
         block = list(layer.get_submodule("mtp_block").named_modules(prefix=f"layers.{number}"))
         if any(is_of_experts(name) for name, _ in block):
             raise ValueError("tensor parallelism cannot distribute the experts of MTP layers: expected tensor=1")
@@ -68,14 +68,14 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
             factor = "lora_A" if style.startswith("rowwise") else "lora_B"
             for matrix in [parts["base_layer"], parts[factor]] if parts else [module]:
                 parallelize_module(matrix, mesh, STYLES[style]())
-                if style.startswith("rowwise"):  # a family may add to its output in place (Llama 4)
+                if style.startswith("rowwise"):  # a family may add to this output in place (Llama 4)
                     matrix.register_forward_hook(lambda module, inputs, output: _LocalTensor.apply(output))
             continue
         named = list(module.named_children())
         children = {path: child for path, child in named if next(child.parameters(), None) is not None}
         styles = [plan.get(plan_name(f"{name}.{path}"), "") for path in children]
         # one all-reduce of the input's gradient suffices if all readers of the input are sharded, several of them by
-        # columns, and none has an adapter (its other matrix is replicated)
+        # columns, and none has an adapter, one of whose matrices is replicated
         if all(styles) and styles.count("colwise") > 1 and not any(map(lora_parts, children.values())):
             module.register_forward_pre_hook(partial(_replicate_input, mesh), with_kwargs=True)
     _cut_vocabulary(decoder, mesh)
@@ -86,24 +86,25 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
 def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
     """Return the family's plan: a style for each generic module name (`plan_name`).
 
-    Raises ValueError if there is no plan that is supported here, or if the degree does not divide the model's sizes.
+    Raises ValueError if the family has no plan, if `STYLES` lacks a style of the plan, or if the model's sizes or
+    parts do not allow the degree.
     """
     config = text_config(decoder.config)
     facts, model_type = ModelFacts(config), f"model type '{config.model_type}'"
     if not (plan := facts.parallel_plan("tp")):
         raise ValueError(f"{model_type} has no tensor-parallel plan in transformers: expected tensor=1")
-    # experts are not sharded: each rank gets some complete experts
-    # the embedding is sharded by rows, like the head, even if a plan (transformers 5.17) names it
+    # ignore the plan for experts, because each rank gets some complete experts, and for the embedding, because it is
+    # sharded by rows, like the head (plans name the embedding in transformers 5.17)
     plan = {name: style for name, style in plan.items() if not is_of_experts(name) and style != "embedding_rowwise"}
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
         raise ValueError(
-            f"the tensor-parallel plan of {model_type} uses {', '.join(unknown)}, which is not "
-            f"supported here (but {', '.join(STYLES)} are): expected tensor=1"
+            f"the tensor-parallel plan of {model_type} uses {', '.join(unknown)}, but this package "
+            f"supports only {', '.join(STYLES)}: expected tensor=1"
         )
     if size := facts.indivisible_size(MATRIX_SIZES, degree):
         raise ValueError(
             f"tensor={degree} does not divide the model's {size[0]}={size[1]} ({model_type}): "
-            "expected a divisor of it"
+            "expected a divisor of this size"
         )
     if facts.mixes_columns:
         raise ValueError(
@@ -130,7 +131,7 @@ def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
         if ".self_attn" not in name or isinstance(module, nn.Linear) or plan_name(name) in plan:
             continue
         styles = [plan.get(plan_name(f"{name}.{child}")) for child, _ in module.named_children()]
-        # a vector with the width of a head applies to all heads; a plan may leave attention unsharded (Flint)
+        # a vector with the width of a head applies to all heads. Some plans do not shard attention (Flint)
         heads = counts - {getattr(module, "head_dim", None)} if "colwise" in styles else set()
         for key, weight in module.named_parameters(recurse=False):
             is_attention = name.endswith(".self_attn")
@@ -189,12 +190,12 @@ def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:
 
 
 def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceMesh) -> None:
-    """Distribute a decoder's experts. Raises ValueError for a degree that does not divide them.
+    """Distribute a decoder's experts. Raises ValueError for a degree that does not divide their number.
 
     experts: the mesh over which the experts are distributed. tensor: the mesh of the ranks with the same tokens.
     """
     degree = experts.size()
-    # configurations have different names for this number, but all modules of experts have the same name
+    # configurations have different names for the number of experts, but all modules of experts have `num_experts`
     for count in {int(module.num_experts) for module in dispatched_experts(decoder)}:  # type: ignore[arg-type]
         if count % degree:
             name = "tensor" if degree == tensor.size() else "expert"  # the degree is at least the tensor degree
