@@ -115,7 +115,9 @@ def draw_ids(hidden_CE: Tensor, head: OutputHead, uniform_CM: Tensor, temperatur
     Raises ValueError if the head is sharded over ranks.
     """
     if head.shard is not None and not head.shard.is_alone:
-        raise ValueError("sampled ids need the whole vocabulary on one rank: expected tensor=1, or another signal")
+        raise ValueError(
+            "sampled ids need the whole vocabulary on one rank: expected parallel.tensor=1, or another signal"
+        )
     projection = Projection(head, head.rows, operand_dtype(hidden_CE, head.weight_VD))
     parts = []
     for rows_CE, chunk_CM in zip(hidden_CE.split(ROWS // 4), uniform_CM.split(ROWS // 4), strict=True):
@@ -152,7 +154,9 @@ def top_k_log_probs(
     Raises ValueError if the vocabulary has fewer than K ids, or if there are labels and the head is sharded.
     """
     if labels_C is not None and head.shard is not None and not head.shard.is_alone:
-        raise ValueError("a label's log-probability needs the whole vocabulary on one rank: expected tensor=1")
+        raise ValueError(
+            "a label's log-probability needs the whole vocabulary on one rank: expected parallel.tensor=1"
+        )
     parts = []
     for rows, logits_CV in _logits(hidden_CE, head, temperature, k):
         if labels_C is None:

@@ -19,7 +19,7 @@ from stillhouse.parallel import Degrees, Layout, ModelSource
 from stillhouse.parallel.apply.tensor_parallel import tensor_plan
 from stillhouse.proofs.layouts import build_proven_runner
 
-PLAN = "has no tensor-parallel plan in transformers: expected tensor=1"
+PLAN = "has no tensor-parallel plan in transformers: expected parallel.tensor=1"
 EARLY = "reads 'per_layer_input', which is computed from embeddings"
 SEVERAL = "pass several hidden states per token"
 EXPERTS = "which has no experts that transformers' plans distribute: expected expert=1"

@@ -30,7 +30,8 @@ def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
     if layout.compile:
         if degrees.tensor > 1 or degrees.experts > 1:
             raise ValueError(
-                f"compiled layers under {degrees}: expected tensor=1 and expert=1, or train.compile: false"
+                f"compiled layers under {degrees}: expected parallel.tensor=1 and parallel.expert=1, or "
+                "train.compile: false"
             )
         compile_layers(decoder)
     if mesh.is_sharded:

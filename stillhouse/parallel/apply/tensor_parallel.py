@@ -52,14 +52,16 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     if plan and not any(plan_name(name) in plan for name, _ in decoder.language_model.named_modules()):
         raise ValueError(
             f"the tensor-parallel plan of model type '{decoder.config.model_type}' names no module of the model: "
-            "expected tensor=1"
+            "expected parallel.tensor=1"
         )
     modules = list(decoder.language_model.named_modules())
     for number, layer in enumerate(decoder.mtp_layers()):
         # the block in an MTP layer has the same module names as a layer of the model
         block = list(layer.get_submodule("mtp_block").named_modules(prefix=f"layers.{number}"))
         if any(is_of_experts(name) for name, _ in block):
-            raise ValueError("tensor parallelism cannot distribute the experts of MTP layers: expected tensor=1")
+            raise ValueError(
+                "tensor parallelism cannot distribute the experts of MTP layers: expected parallel.tensor=1"
+            )
         modules += block
     for name, module in modules:
         if style := plan.get(plan_name(name)):
@@ -92,14 +94,14 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
     config = text_config(decoder.config)
     facts, model_type = ModelFacts(config), f"model type '{config.model_type}'"
     if not (plan := facts.parallel_plan("tp")):
-        raise ValueError(f"{model_type} has no tensor-parallel plan in transformers: expected tensor=1")
+        raise ValueError(f"{model_type} has no tensor-parallel plan in transformers: expected parallel.tensor=1")
     # ignore the plan for experts, because each rank gets some complete experts, and for the embedding, because it is
     # sharded by rows, like the head (plans name the embedding in transformers 5.17)
     plan = {name: style for name, style in plan.items() if not is_of_experts(name) and style != "embedding_rowwise"}
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
         raise ValueError(
             f"the tensor-parallel plan of {model_type} uses {', '.join(unknown)}, but this package "
-            f"supports only {', '.join(STYLES)}: expected tensor=1"
+            f"supports only {', '.join(STYLES)}: expected parallel.tensor=1"
         )
     if size := facts.indivisible_size(MATRIX_SIZES, degree):
         raise ValueError(
@@ -109,13 +111,13 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
     if facts.mixes_columns:
         raise ValueError(
             f"{model_type} chooses activations by their mean over all columns of a matrix "
-            "(activation_sparsity_pattern), of which a tensor rank has a part: expected tensor=1"
+            "(activation_sparsity_pattern), of which a tensor rank has a part: expected parallel.tensor=1"
         )
     embedding = input_embedding(decoder.pretrained)
     if embedding is not None and (inner := [name for name, _ in embedding.named_children()]):
         raise ValueError(
             f"the embedding of {model_type} contains {', '.join(inner)}, which cannot run on a part of the "
-            "vocabulary: expected tensor=1"
+            "vocabulary: expected parallel.tensor=1"
         )
     _require_planned_heads(decoder, plan)
     return plan
@@ -139,7 +141,7 @@ def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
             if by_head and plan_name(f"{name}.{key}") not in plan:
                 raise ValueError(
                     f"'{name}' has weights for each attention head, and the tensor-parallel plan of model type "
-                    f"'{config.model_type}' does not name it: expected tensor=1"
+                    f"'{config.model_type}' does not name it: expected parallel.tensor=1"
                 )
 
 
