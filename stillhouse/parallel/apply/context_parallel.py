@@ -95,7 +95,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
 
 @contextmanager
 def whole_sequences(decoder: Decoder, group: ProcessGroup | None) -> Iterator[None]:
-    """Suspend context parallelism within the block, so that a decoder with images accepts whole sequences.
+    """Suspend context parallelism within the block, so that a decoder that reads media accepts whole sequences.
 
     group: the context ranks, or None without context parallelism.
     """
