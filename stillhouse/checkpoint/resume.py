@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from stillhouse.checkpoint.checkpoint_folder import IntactCheckpoint, checkpoints, set_aside, verified
 from stillhouse.config import ConfigError, load_config
 from stillhouse.config.read_config import dotted_values
-from stillhouse.config.source_kind import source_kinds
+from stillhouse.config.signal_source_kind import source_kinds
 from stillhouse.data.media import MEDIA
 from stillhouse.display import first_line
 from stillhouse.hashing import json_hash

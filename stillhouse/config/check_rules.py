@@ -14,7 +14,7 @@ from stillhouse.config.rule import FIELDS, NAMED, Rule, excludes, needs
 from stillhouse.config.rules import RULES
 from stillhouse.config.run_section import RunConfig
 from stillhouse.config.servers import TOKEN_VARIABLE
-from stillhouse.config.source_kind import WEIGHT_KEYS, source_kinds
+from stillhouse.config.signal_source_kind import WEIGHT_KEYS, source_kinds
 from stillhouse.config.teacher_section import TeacherConfig
 from stillhouse.display import enumerated, name_list
 from stillhouse.objective.expression import expression_fields

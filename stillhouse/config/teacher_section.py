@@ -9,7 +9,7 @@ from stillhouse.config.errors import ConfigError, MissingKeyError, removed_value
 from stillhouse.config.parallel_section import ParallelConfig
 from stillhouse.config.section import PathText, Removed, Section, Text, Urls, keys_of_add_ons, text_list
 from stillhouse.config.servers import ApiName, VariableName
-from stillhouse.config.source_kind import GROUP, SourceKind, source_kinds
+from stillhouse.config.signal_source_kind import GROUP, SourceKind, source_kinds
 from stillhouse.config.student_section import ModelConfig, StudentConfig
 from stillhouse.objective.expression import NO_GAIN
 

@@ -3,7 +3,8 @@
 pending = source.request(micro_batches)     can be called up to `steps_ahead` steps before the signals are needed
 signals = pending.result()                  the signals of each micro-batch of this process, by teacher name
 
-Several teachers are one source, too: each teacher scores all documents, or each document has one teacher.
+Several teachers are one source, too: each teacher scores all documents, or each document has one teacher. A
+`SourceKind` registers a source (`run/signal_source_kinds.py`); most sources read a `SignalStore` (`signal_store.py`).
 """
 
 from abc import ABC, abstractmethod

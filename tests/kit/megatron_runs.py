@@ -18,7 +18,7 @@ from kit.signal_hooks import signal_at
 from kit.toy_tokenizer import TEXT, toy_backend, toy_tokenizer
 
 from stillhouse.cli.arguments import quiet_libraries
-from stillhouse.megatron.entry import quiet_megatron
+from stillhouse.megatron.engine_kind import quiet_megatron
 
 #: the context manager stays open until the process ends
 _OPEN = ExitStack()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from stillhouse.data.read.arrow import is_saved, read_hub, read_saved
+from stillhouse.data.read.arrow_readers import is_saved, read_hub, read_saved
 from stillhouse.data.read.reader import COMPRESSED, DECOMPRESSES, format_of, kind_of, require_regular
 from stillhouse.data.record import NoSourceError, Record
 from stillhouse.registry import load, registered

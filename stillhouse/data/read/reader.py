@@ -1,5 +1,6 @@
 """Opens data files, and decompresses gzip (`.gz`) and Zstandard (`.zst`). Only regular files are opened, because
-opening a named pipe waits until another process writes to it, and reading a device may never end.
+opening a named pipe waits until another process writes to it, and reading a device may never end. The readers are in
+`text_readers.py` and `arrow_readers.py`.
 """
 
 import gzip

@@ -1,6 +1,6 @@
 """The losses that are added to the objective. They are computed inside the student's layers or at its MTP depths.
 
-A loss is a subclass of `LossPart`, and an entry of the group `stillhouse.parts` (`engine/part_kinds.py`).
+A loss is a subclass of `LossPart`, and an entry of the group `stillhouse.parts` (`engine/loss_part_kinds.py`).
 """
 
 from stillhouse.engine.losses.hidden_states import HiddenStates

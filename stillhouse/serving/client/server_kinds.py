@@ -6,7 +6,7 @@ from typing import Any
 
 from stillhouse.config.rule import Rule, excludes
 from stillhouse.config.servers import ServerKind
-from stillhouse.config.source_kind import SourceKind
+from stillhouse.config.signal_source_kind import SourceKind
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from stillhouse.config.source_kind import WEIGHT_KEYS, SourceKind
+from stillhouse.config.signal_source_kind import WEIGHT_KEYS, SourceKind
 
 
 class _Model(SourceKind):
