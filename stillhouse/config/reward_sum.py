@@ -52,7 +52,7 @@ def reward_parts(reward: str | None) -> list[RewardSummand]:
 
 
 def has_part_of_object(reward: str | None) -> bool:
-    """Whether `OBJECT_REWARD` is a part of a valid reward."""
+    """Whether the reward has the part `OBJECT_REWARD`. Raises ValueError for an invalid text."""
     return any(part.name == OBJECT_REWARD for part in reward_parts(reward))
 
 

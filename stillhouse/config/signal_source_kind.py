@@ -1,7 +1,7 @@
 """The interface of the entries of the group `stillhouse.sources`: kinds of sources for a teacher's signals.
 
-`run/signal_source_kinds.py` has the built-in kinds, except for `url` (`serving/client/server_kinds.py`). A kind is a key of a teacher's section, such as
-`teacher.url`. The rules between keys follow from the kinds.
+`run/signal_source_kinds.py` has the built-in kinds, except for `url` (`serving/client/server_kinds.py`). A kind is a
+key of a teacher's section, such as `teacher.url`, and says which other keys can be combined with it.
 """
 
 from collections.abc import Iterable

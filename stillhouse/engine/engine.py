@@ -7,7 +7,7 @@
 The loss of a micro-batch is a sum over its tokens, divided by the number of target tokens of the whole step. So the
 step's loss and gradient do not depend on how the step is split into micro-batches.
 
-An `EngineKind` registers an engine (`engine_kind.py`; torch's is in `torch_engine_kind.py`, Megatron's in `megatron/`).
+An `EngineKind` registers an engine (`engine_kind.py`; torch's is in `torch_engine_kind.py`).
 """
 
 import copy

@@ -190,8 +190,8 @@ def _run_passes(
 ) -> tuple["ProbeForward", Sequence[tuple[Tensor, Tensor]]] | None:
     """Return the `ProbeForward` of all sides and their hidden states; None if a model refuses masks or lengths.
 
-    The pass with the signals of the last side runs all sides. If the student gets masks or lengths, it runs alone
-    before this pass, so that an error can be assigned to student or teacher.
+    sides: the student and, if it runs in the student's stages, the teacher. One pass with the teacher's signals runs
+        both. If the student gets masks or lengths, it first runs alone, so that an error names one of them.
     """
     passes = None
     for side in sides:
@@ -266,7 +266,7 @@ class ProbeForward(Subject):
     def hidden(self, micro_batch: MicroBatch) -> Sequence[Tensor]:
         """Return the hidden states for a micro-batch with this process's columns, like `run`."""
         results = self.runner.forward([self.inputs(micro_batch, _hidden)])
-        # a model without a head does not run the processor
+        # without a head, the processor does not run, and the result is one tensor, in place of the list of `_hidden`
         parts = results[0] if results and isinstance(results[0], list) else results
         return [gather_sequences(part, self.runner.mesh.group("context")) for part in parts]
 

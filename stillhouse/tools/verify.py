@@ -84,7 +84,7 @@ def _metrics(path: Path, newest: Progress | None) -> str:
     twice = [f"step {step:g}" for step, count in Counter(trained).items() if count > 1]
     twice += [f"the evaluation at step {step:g}" for step, count in Counter(evaluated).items() if count > 1]
     if twice:
-        raise ValueError(f"is in the file more than once: {', '.join(twice[:5])}")
+        raise ValueError(f"repeats {', '.join(twice[:5])}")
     if trained and len(trained) != trained[-1] - trained[0] + 1:
         raise ValueError(f"steps are missing: {len(trained)} steps from {trained[0]:g} to {trained[-1]:g}")
     if newest is not None and newest.saved_log(path) is None:

@@ -118,6 +118,14 @@ def test_a_fresh_adapter_changes_nothing_and_is_initialised_like_pefts(dtype: to
     assert not torch.equal(*(matrices[name][:, :48] for name in initial[:2]))  # modules have different matrices
 
 
+def test_an_error_while_the_adapter_is_off_leaves_it_on() -> None:
+    decoder = adapted()
+    with_it = decoder(IDS)
+    with pytest.raises(KeyError), without_lora(decoder):
+        raise KeyError
+    assert torch.equal(decoder(IDS), with_it)
+
+
 @pytest.mark.parametrize(
     ("targets", "placed"),
     [

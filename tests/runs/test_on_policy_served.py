@@ -54,6 +54,15 @@ def test_two_processes_share_the_completions_of_a_server(in_process: Path, serve
     assert_same_served(in_process / layout, in_process / "in_process")
 
 
+@pytest.mark.parametrize(("schedule", "ahead"), [("two_step_off", 2), slow("one_step_off", 1)])
+def test_a_servers_weights_are_as_old_as_the_schedule_says(
+    in_process: Path, server: Server, schedule: str, ahead: int
+) -> None:
+    run(*served(in_process, schedule, server.url, **{"rollout.schedule": schedule}))
+    lines = rollout_figures(in_process / schedule)
+    assert [line["rollout/staleness_max"] for line in lines] == [min(step, ahead) for step in range(8)]
+
+
 def test_a_server_that_is_killed_and_comes_back(in_process: Path) -> None:
     """It comes back with the weights that it was started with, and must not write anything with them."""
     arguments = (in_process / "student", "--generate")

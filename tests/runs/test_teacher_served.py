@@ -289,6 +289,23 @@ def test_limits_of_the_server_are_kept(folder: Path) -> None:
             )
 
 
+def test_two_servers_share_the_work_and_one_may_die(
+    folder: Path, server: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    others_share: list[int] = []
+
+    def dead(*request: Any) -> None:
+        others_share.append(other.scored)
+        reset(*request)
+
+    with proxy_to(server) as (other, url), proxy_to(server) as (dying, dying_url):
+        dying.after(PROOF + 1, [dead] * 10_000)
+        settings = {"teacher.url": [url, dying_url], "teacher.timeout": 20.0, "out": str(tmp_path / "out")}
+        distill(write_run(folder, cached=True, **settings))
+        assert others_share[0] > PROOF
+    assert_same_weights(tmp_path / "out", undisturbed, 1e-5)
+
+
 def test_another_teacher_behind_the_same_address_stops_the_run(folder: Path, server: str, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", "qwen3", seed=9)
     with Server(other) as second, proxy_to(server) as (proxy, url):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,13 @@ def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, teacher: str)
     assert losses(tmp_path / "killed") == losses(tmp_path / "out")
     assert evaluations(tmp_path / "killed") == evaluations(tmp_path / "out")
     assert (tmp_path / "killed" / "tokens.json").read_bytes() == (tmp_path / "out" / "tokens.json").read_bytes()
+
+
+def test_a_lost_final_model_is_merged_again(trained: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(trained / "out", tmp_path / "out")
+    shutil.rmtree(out / "model")
+    run("distill", trained / "run.yaml", f"out={out}")
+    assert contents(out / "model") == contents(trained / "out" / "model")
 
 
 def test_another_adapter_is_another_run(trained: Path, tmp_path: Path) -> None:

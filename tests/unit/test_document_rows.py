@@ -20,6 +20,13 @@ def ids_of(rows: UnpackedRows) -> Tensor:
     return rows.unpack(torch.arange(12).view(2, 6))
 
 
+def test_each_document_is_a_row_that_repeats_its_first_token() -> None:
+    rows = UnpackedRows.of(POSITIONS_BS)
+    ids_NL = ids_of(rows)
+    assert ids_NL[:, :4].tolist() == [[0, 1, 2, 0], [3, 4, 3, 3], [5, 5, 5, 5], [6, 7, 6, 6], [8] * 4, [9, 10, 11, 9]]
+    assert torch.equal(rows.pack(ids_NL), torch.arange(12).view(2, 6))
+
+
 def test_padding_has_no_row() -> None:
     rows = UnpackedRows.of(POSITIONS_BS, IS_PADDING_BS)
     assert ids_of(rows)[:, 0].tolist() == [0, 3, 6, 9]

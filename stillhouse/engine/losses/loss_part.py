@@ -1,7 +1,7 @@
 """The interface of the losses that are added to the objective.
 
-A `PartKind` registers a loss (`engine/loss_part_kinds.py`). Its hooks in the student's layers are a `LayerLossModule` in
-`models/`.
+A `PartKind` registers a loss (`engine/loss_part_kinds.py`). Its hooks in the student's layers are a `LayerLossModule`
+in `models/`.
 """
 
 from collections.abc import Mapping, Sequence

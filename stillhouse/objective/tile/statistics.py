@@ -30,7 +30,7 @@ class RowStatistics:
     references: the largest logit of each tile.
     student_log_mass, teacher_log_mass: log Σe^l of each softmax.
     student_entropy, teacher_entropy: the entropy of each softmax in nats.
-    mass_ratio: log(Σe^l of the student / Σe^l of the teacher) of each couple.
+    mass_ratio: log(Σe^l of the student / Σe^l of the teacher) of each couple (`PointwisePlan.couples`).
     both_top: for each dense teacher, 1 where teacher and student have the same argmax.
     outside_reference, outside_log_mass: the student's largest logit and log Σe^l over the tokens outside each
         bucket's ids (both 0 if all tokens are among the ids).
@@ -186,7 +186,7 @@ class _Pieces(NamedTuple):
     """The raw sums of all pieces by their names, [R, C] each, and the sums of all pieces together.
 
     references: the largest logit of each tile over all pieces, [C]; 0 in a row without mass.
-    shifts: the shifts of each tile, from each piece's reference to the common reference.
+    shifts: for each tile, each piece's reference minus the common reference.
     both_top: for each dense teacher, 1 where its largest logit and the student's are in the same column, [C].
     """
 
@@ -254,5 +254,5 @@ def _mass_ratio(couple: _Couple) -> Tensor:
 
 
 def _shift(largest_RC: Tensor, reference_C: Tensor) -> Tensor:
-    """Return the shift from each piece's reference to the common reference; 0 for a piece without mass."""
+    """Return each piece's reference minus the common reference, which is at most 0; 0 for a piece without mass."""
     return torch.where(largest_RC == -torch.inf, 0.0, largest_RC - reference_C)
