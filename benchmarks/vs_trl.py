@@ -36,7 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.measure import MAP_BLOCKS, in_fresh_process, resident_bytes
-from benchmarks.on_policy_speed import STUDENT, TEACHER, write_models
+from benchmarks.on_policy_speed import STUDENT, TEACHER, write_sizes
 from benchmarks.peers import Products, Sizes, make_inputs
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import LOSS, run_config, values_of
@@ -162,7 +162,7 @@ SIDES: dict[str, Callable[[Task, Path], Run]] = {"ours": ours, "TRL": trl}
 
 def random_task(folder: Path, vocabulary: int, steps: int) -> Task:
     """Random models, and documents of random words that fill a packed sequence each."""
-    folder = write_models(folder, vocabulary)
+    folder = write_sizes(folder, vocabulary)
     draws = np.random.default_rng(0).integers(1, vocabulary, (ROWS * steps, LENGTH - 1))
     write_texts(folder / "train.jsonl", (" ".join(f"w{word}" for word in row) for row in draws))
     return Task(folder, folder / "teacher", steps, 1e-4)
