@@ -2,8 +2,7 @@
 
 They are read from transformers' configurations and modules; no family is recognised by its name. If a new family has
 another name for a setting, a plan, a part, a token or a source of noise, add that name to this file. The names that
-decide how an optimizer treats a parameter are in `engine/optimizer.py`, the formats of tool calls in
-`agents/tool_format.py`, and the names of Megatron-Core's settings in `megatron/families.py`.
+decide how an optimizer treats a parameter are in `engine/optimizer.py`. Add-ons have tables of their own.
 """
 
 import json
