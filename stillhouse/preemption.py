@@ -274,7 +274,6 @@ class _Listener:
                         self._receive(number)
 
     def _since_signal(self) -> float:
-        """Return the seconds that the running function has run since the signal."""
         return time.monotonic() - max(self._entered_at, self._received_at)
 
     def _receive(self, number: int) -> None:

@@ -1,6 +1,6 @@
 """rollout.environment and rollout.tools: the entries of the group `stillhouse.environments`.
 
-This module imports no torch at the top.
+Their interface is in `user_code/environment.py`. This module imports no torch at the top.
 """
 
 import inspect

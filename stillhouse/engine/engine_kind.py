@@ -1,7 +1,7 @@
-"""The interface of an entry of `stillhouse.engines`.
+"""The interface of an entry of `stillhouse.engines`, which builds an `Engine` (`engine.py`).
 
-An entry is a class. The configuration loads all entries, so the module of an entry imports neither torch nor the
-library of its engine.
+An entry is a class, such as that in `torch_engine_kind.py`. The configuration loads all entries, so the module of an
+entry imports neither torch nor the library of its engine.
 """
 
 from abc import ABC, abstractmethod

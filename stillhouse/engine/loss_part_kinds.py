@@ -1,5 +1,7 @@
 """The losses that are added to the objective, as entries of the group `stillhouse.parts`: keys and rules, no torch.
 
+The losses are in `engine/losses/`, and their hooks in the student's layers are in `models/`.
+
 The configuration reads the entries while its sections are defined, so this module imports no section at its top.
 """
 

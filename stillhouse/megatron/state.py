@@ -376,7 +376,6 @@ def _joined(tensors: Mapping[str, BlockTensor]) -> dict[str, BlockTensor]:
 
 
 def _key(kind: str, name: str) -> str:
-    """Return the name of a tensor in the state's folder."""
     return f"{kind}{name}" if kind in (WEIGHT, AVERAGE) else f"{MOMENT}{name}.{kind}"
 
 

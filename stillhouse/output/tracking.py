@@ -1,7 +1,8 @@
 """The trackers of a run: TensorBoard, wandb, and all others that the key `track` names.
 
 A resumed run continues its curves and repeats the steps after its checkpoint. trackers.json records the names and ids
-of the run in the trackers, and which steps they already have. Each library is imported only if `track` names it.
+of the run in the trackers, and which steps they already have. Each library is imported only if `track` names it. The
+built-in trackers are in `trackers.py`.
 """
 
 import importlib.util

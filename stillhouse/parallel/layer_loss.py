@@ -1,4 +1,4 @@
-"""The interface of losses inside the student's layers or at its MTP depths."""
+"""The interface of losses inside the student's layers or at its MTP depths; `engine/losses/` has the losses."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -94,7 +94,6 @@ def prove_compiled(runner: Runner, subject: Subject, inputs: StageInputs, precis
 
 
 def _micro_batches(runner: Runner) -> int:
-    """Return a number of micro-batches that every schedule can run."""
     return 1 if runner.layout.stages == 1 else 2 * runner.layout.degrees.pipeline
 
 

@@ -1,6 +1,6 @@
 """The client interface of one kind of server: requests signals and completions, and loads new weights.
 
-N is the number of requested rows of a document, and K the number of ids per row.
+N is the number of requested rows of a document, and K the number of ids per row. `server_kinds.py` has the kinds.
 """
 
 import json
