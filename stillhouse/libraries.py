@@ -51,7 +51,7 @@ _PYTHONS = (
 #: the modules of errors that derive directly from Exception or, for panics of Rust code, from BaseException
 _LIBRARIES = (
     *("PIL", "datasets", "huggingface_hub", "jinja2", "pyarrow", "pyo3_runtime", "re", "safetensors", "sqlite3"),
-    *("struct", "tokenize", "zlib"),  # numpy reads the header of an array with tokenize
+    *("httpx", "httpx2", "struct", "tokenize", "zlib"),  # numpy reads the header of an array with tokenize
 )
 
 

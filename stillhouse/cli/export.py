@@ -76,7 +76,7 @@ def export(
     from stillhouse.tools.export_run import ExportSettings, export_run
 
     if push is not None:  # before the export, which can take a long time
-        with reading(f"--push {push}: the hub did not accept the repository", library="httpx2"):
+        with reading(f"--push {push}: the hub did not accept the repository"):
             HfApi().create_repo(push, private=True, exist_ok=True)
     settings = ExportSettings(merge, dtype, int(size[1]) * _UNITS[size[2]], card, mtp)
     checkpoint = export_run(path, out, step, settings)
@@ -84,7 +84,7 @@ def export(
     print_escaped(f"{exported} to {out}")
     if push is not None:
         again = f"{out} is complete; upload it with `hf upload {push} {out}`"
-        with reading(f"--push {push}: the upload failed ({again})", library="httpx2"):
+        with reading(f"--push {push}: the upload failed ({again})"):
             message = f"stillhouse: {exported}"
             commit = HfApi().upload_folder(folder_path=out, repo_id=push, commit_message=message)
         print_escaped(f"pushed: {commit.commit_url}")

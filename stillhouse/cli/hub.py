@@ -83,7 +83,7 @@ def require_on_hub(models: Mapping[str, tuple[str, str | None]]) -> None:
         if isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str):
             continue
         try:
-            with reading(name, library="httpx"):
+            with reading(name):
                 hf_hub_download(name, CONFIG, revision=revision)
         except ValueError as error:
             if isinstance(error.__cause__, refusals):

@@ -134,3 +134,12 @@ print({"torch", "transformers", "numpy"} & {*sys.modules})
         assert second == f"student.model: got a/c: {problem}"
         assert third == f"student.model: got a/b with revision v2: {problem}"
     assert asked == []
+
+
+def test_a_proxy_that_refuses_is_left_to_the_libraries(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:  # it answers CONNECT with 501
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        environment = {"HTTPS_PROXY": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+        code = "from stillhouse.cli.hub import require_on_hub; require_on_hub({'student.model': ('a/b', None)})"
+        subprocess.run([sys.executable, "-c", code], env=os.environ | environment, check=True)
+        server.shutdown()
