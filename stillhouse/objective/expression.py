@@ -109,7 +109,7 @@ def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summa
 
 
 def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[dict[str, Any], list[Summand]]:
-    """Return the fields of `ObjectiveSpec` that an expression sets, without `divergence`, and its divergences.
+    """Return the fields of `ObjectiveSpec` that an expression sets, except `divergence`, and the divergences in it.
 
     kinds: the divergences that the text can name.
 

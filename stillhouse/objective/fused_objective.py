@@ -330,7 +330,7 @@ def _check_index(valid_index: Tensor, tokens: int) -> None:
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the data of each tensor in a term, in its signals and in the heads of its signals."""
+    """Yield each tensor of a term, of its signals and of their heads, after its name."""
     if isinstance(value, Tensor):
         yield name, value
     elif is_dataclass(value):

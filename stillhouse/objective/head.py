@@ -99,7 +99,7 @@ ALIGNED = 8
 
 
 class Projection:
-    """A head prepared for one pass over the tokens: real rows only, weights in the dtype of the matrix products.
+    """A head for one pass over the tokens, with only the real rows, and the weight in the dtype of matrix products.
 
     Logits are at least float32. On a GPU, half-precision operands keep their dtype, since matrix products accumulate
     in float32. On a CPU, the weight is converted to float32 once, when this object is made.
@@ -149,7 +149,7 @@ class Projection:
         return grad_CD
 
     def add_weight_grad(self, total_VD: Tensor, operand_CV: Tensor, hidden_CD: Tensor) -> None:
-        """Add operand_CVᵀ hidden_CD to the gradient of the weight, which has the compute dtype."""
+        """Add operand_CVᵀ hidden_CD to total_VD, the gradient of the weight in the compute dtype."""
         for panel in self._aligned_panels():
             self._add_product(total_VD[panel], operand_CV[:, panel].t(), hidden_CD)
 

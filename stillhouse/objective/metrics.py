@@ -34,7 +34,7 @@ POLICY_VERSION = "policy_version"
 
 
 def unique_names(terms: Sequence[Term]) -> list[str]:
-    """Return the terms' keys in metrics. The second term with a name gets the suffix "#2", and so on."""
+    """Return the terms' keys in metrics. The second term with the same name gets the suffix "#2", and so on."""
     names = [term.name for term in terms]
     numbers = [names[: position + 1].count(name) for position, name in enumerate(names)]
     return [name if number == 1 else f"{name}#{number}" for name, number in zip(names, numbers, strict=True)]

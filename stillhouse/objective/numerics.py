@@ -79,7 +79,7 @@ def row_max(logits: Tensor) -> Tensor:
 
 
 def finite(reference: Tensor) -> Tensor:
-    """Replace a reference of −inf (a row without mass) by 0, so that it can be subtracted."""
+    """Replace a largest logit of −inf (in a row without mass) by 0, because −inf − (−inf) would be NaN."""
     return torch.where(reference == -math.inf, 0.0, reference)
 
 

@@ -15,11 +15,11 @@ RatioOf = Literal["token", "sequence"]
 class PolicySettings:
     """The settings of `policy_gradient`.
 
-    clip_low, clip_high: the limits of the surrogates clip and cispo; None means 0.2.
-    dual_clip: the bound of the surrogate clip at negative advantages, a number above 1, or None for no bound.
+    clip_low, clip_high: clip and cispo limit the ratio to 1 − clip_low … 1 + clip_high; None means 0.2.
+    dual_clip: a number c > 1. If the advantage A is negative, the loss of clip is at most −c·A. None means no limit.
     surrogate: None means "clip" if a limit or dual_clip is given, and "corrected" otherwise.
     ratio: "token" for a probability ratio of each token, "sequence" for its geometric mean over a sequence (GSPO).
-    kl_scale: the factor of the penalty e^r − 1 − r with r = log p(y) − log q(y) (GRPO); p is the teacher.
+    kl_scale: the factor of the penalty e^r − 1 − r with r = log p(y) − log q(y) (GRPO); the teacher gives p.
 
     Raises ValueError for values out of range, and for an argument that has no effect with the others.
     """

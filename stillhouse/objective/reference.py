@@ -57,7 +57,7 @@ def dense_objective(
         weights_T = weights_T if valid_index is None else weights_T.index_fill(0, valid_index, 1.0)
     weights_T = weights_T.to(dtype)
     counted = [term.counted(slice(None), weights_T) for term in terms]
-    # a row that no term counts may contain NaN, and 0·NaN would make the head's gradient NaN
+    # a row that no term counts can contain NaN, and 0·NaN would make the head's gradient NaN
     hidden_TD = torch.where(torch.stack(counted).any(0)[:, None], hidden_TD, 0)
     logits_TV = _logits(hidden_TD, head, vocabulary, dtype)
     loss, metrics, per_token = logits_TV.new_zeros(()), {"tokens": (weights_T != 0).sum().to(dtype)}, {}

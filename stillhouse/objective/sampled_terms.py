@@ -3,13 +3,12 @@
     value = φ(log q_y),   ∂value/∂z_v = φ'(log q_y) · ([v = y] − q_v) / τ
 
 q is the student's probability, z its logits, τ the temperature. In on-policy training, y is sampled from q. Training
-then follows the expectation over y of the term's gradient. This expectation is not the gradient of the term's
-expected
-value: the two differ for the estimators k1, k2, k3 of a KL (Schulman 2020).
+then follows the expectation over y of the term's gradient. This is not the gradient of the term's expected value:
+these two gradients differ for the estimators k1, k2, k3 of a KL (Schulman 2020).
 
 If a token was sampled with older weights, or by an engine that computes differently, its distribution was q_old and
 not q. Weighting by ρ = q(y) / q_old(y) turns an expectation over q_old into an expectation over q, but a few large
-ratios would dominate a step. So a `Correction` weights such a token by a limited ρ, at the sampling temperature.
+ratios would dominate a step. So a `Correction` weights the token by a limited ρ, with q at the temperature of q_old.
 
 C rows of a chunk of T tokens.
 """
@@ -342,10 +341,10 @@ class LogProb(SampledTerm):
 
 @dataclass(frozen=True, eq=False)
 class Continuation(SampledTerm):
-    """A term with the value −log q(label), at the later tokens of a `SpanSignal`. Its metric is `continuation`.
+    """A term with the value −log q(label), at all tokens of a span after its first (`SpanSignal`).
 
-    The metric is not called cross-entropy, because the value is a part of a divergence. For the options, see
-    `Distill`.
+    Its metric is `continuation`, not cross-entropy, because the value is a part of a divergence. For the options,
+    see `Distill`.
     """
 
     labels_T: Tensor

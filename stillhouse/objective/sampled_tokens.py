@@ -121,7 +121,7 @@ class SampledTokens:
         return select_rows(by_temperature, number_T)
 
     def log_ratio(self, log_p_T: Tensor, discount: float) -> Tensor:
-        """Return each sampled token's discounted sum of log p − log q_old over this and the later tokens, [T]."""
+        """Return each sampled token's discounted sum of log p − log q_old over itself and the later tokens, [T]."""
         ratio_T = (log_p_T - self.require(OLD_LOG_PROBS).to(log_p_T.dtype)).masked_fill(~self.is_sampled_T, 0.0)
         if not discount:
             return ratio_T
@@ -159,7 +159,7 @@ def sequence_ratios(log_ratio_T: Tensor, document_T: Tensor, is_counted_T: Tenso
     number in document_T changes. (Zheng et al. 2025, arXiv:2507.18071, eq. 7)
     """
     log_ratio_T = log_ratio_T.masked_fill(~is_counted_T, 0.0)
-    # a document's sum is the undiscounted sum from its first row on, which adds in the same order every time
+    # with discount 1, a document's first row gets the sum over the document, and the order of additions is fixed
     sums_T = discounted_sum(log_ratio_T, document_T, 1.0)
     counts_T = discounted_sum(is_counted_T.to(sums_T.dtype), document_T, 1.0)
     is_first_T = torch.ones_like(is_counted_T)

@@ -125,7 +125,7 @@ class RoutedSignal(Signal):
 
     signal: a signal of T rows. It is opened only while this teacher's rows are computed, so that only one teacher's
         head at a time is in memory.
-    index: the rows, int64. No row belongs to two teachers.
+    index: the numbers of the rows that the teacher scores, int64. No row belongs to two teachers.
     """
 
     signal: Signal

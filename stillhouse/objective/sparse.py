@@ -27,7 +27,7 @@ def sparse(
 ) -> TermResult:
     """Compute a divergence over the K ids of a row. With the tail "bucket", all other tokens are one more outcome.
 
-    An absent id has no mass under teacher and student, and contributes nothing: f(−inf, −inf) and the slope are 0.
+    An absent id, or a repetition of an id, has log p = log q = −inf and contributes nothing: f and q·h are then 0.
     """
     chunk = signal.rows(tile.rows)
     log_q_CK = tile.log_probs_at(signal.ids_TK, temperature)

@@ -186,7 +186,7 @@ class ObjectiveSpec:
             for term in part._terms(tokens, signals):
                 mask_T = masks[origin]
                 weights_T = mask_T.float() if term.weights_T is None else term.weights_T * mask_T
-                # terms at sampled tokens need no label, because only the origin "student" has such terms
+                # a `SampledTerm` needs no label with its origin, because only the origin "student" has such terms
                 if isinstance(term, SampledTerm):
                     terms.append(replace(term, weights_T=weights_T))  # type: ignore[type-var]
                 else:
@@ -194,7 +194,7 @@ class ObjectiveSpec:
         if self.by_origin:
             return terms
         if self.cross_entropy is not None:
-            # the term's scale also multiplies z-loss, so z-loss's coefficient in the expression is divided by it
+            # the term's scale also multiplies z-loss, so the coefficient of z-loss is divided by this scale
             settings = (self.cross_entropy, self.label_smoothing, self.z_loss / self.cross_entropy)
             others_T = None if tokens.weights_T is None else 1 - tokens.weights_T
             terms.append(CrossEntropy(labels_T, *settings, weights_T=others_T))
@@ -233,7 +233,7 @@ class ObjectiveSpec:
                 f"signals of {', '.join(signals)}: expected one signal, or the share of each teacher in `teachers`"
             )
         unknown = signals.keys() - self.teachers.keys() if self.teachers else set()
-        # without a mixture, the signal of a teacher is absent if no rows of the batch are routed to this teacher
+        # only a mixture needs all signals: without one, a teacher to which no rows are routed sends no signal
         missing = self.teachers.keys() - signals.keys() if self.is_mixture else set()
         if unknown or missing:
             raise ValueError(
@@ -261,7 +261,7 @@ class ObjectiveSpec:
             if not isinstance(signal, SpanSignal):
                 terms.append(Distill(signal, divergence, scale, *settings, label=label))
                 continue
-            # a sum of divergences contains its coefficients; the continuation is scaled by the sum of coefficients
+            # `Continuation` is the same for all divergences of a sum, so it is scaled by the sum of coefficients
             total = scale * sum(coefficient for coefficient, _ in weighted_parts(divergence))
             first_T, later_T = signal.first_weights_T, signal.continuation_weights_T
             terms.append(Distill(signal.first, divergence, scale, *settings, weights_T=first_T, label=label))
@@ -275,7 +275,7 @@ class ObjectiveSpec:
         advantages_T = tokens.at_sampled(ADVANTAGES) if has_rewards else None
         reference_T, temperatures, policy = None, self._temperatures(tokens), self.policy
         if self.teacher_kl or policy.kl_scale:
-            # for each teacher, its signal at each of the temperatures
+            # an element of `shares` has one teacher's signal at each of the temperatures
             at_temperatures = (self._shares(signals, value) for value in distinct_temperatures(temperatures))
             shares = list(zip(*at_temperatures, strict=True))
             if policy.kl_scale and len(shares) > 1:

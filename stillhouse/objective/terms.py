@@ -29,7 +29,7 @@ class Term(ABC):
 
     scale: float
     temperature: float = 1.0
-    #: whether the value is multiplied by τ², so that the size of gradients depends little on the temperature
+    #: if True, the value is multiplied by τ², so that the size of gradients depends little on the temperature
     scale_by_temperature_squared: bool = False
     weights_T: Tensor | None
     #: distinguishes terms of the same class in metrics

@@ -150,7 +150,7 @@ def rows_of(rows_VX: Tensor, shard: VocabShard | None, student: VocabShard | Non
     if all(_overlap(want, held) == want for held, want in zip(shard.borders, wanted, strict=True)):
         start, stop = student.within(vocabulary)
         return rows_VX[start - shard.start : stop - shard.start] if start < stop else rows_VX[:0]
-    # keyed by the tensor itself, not by its address, so that all ranks hit or miss the cache in the same pass
+    # the cache is keyed by tensors: if it were by addresses, a rank that reuses an address could hit it alone
     key = (0 if rows_VX.is_inference() else rows_VX._version, shard.borders, tuple(wanted))
     cached = _EXCHANGED.get(rows_VX)
     if cached is None or cached[0] != key:
@@ -171,7 +171,7 @@ def _resharded(rows_VX: Tensor, shard: VocabShard, wanted: list[Range]) -> Tenso
     received = sent.new_empty(want[1] - want[0], *rows_VX.shape[1:])
     received_rows, sent_rows = ([stop - start for start, stop in ranges] for ranges in (incoming, outgoing))
     dist.all_to_all_single(received, sent, received_rows, sent_rows, group=shard.group)
-    # the parts are in rank order, which may differ from the order of the vocabulary
+    # the received parts are in rank order, which can differ from the order of the vocabulary
     parts = received.split(received_rows)
     return torch.cat([parts[rank] for rank in sorted(range(len(parts)), key=lambda rank: incoming[rank])])
 

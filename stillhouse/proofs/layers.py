@@ -13,7 +13,7 @@ of every parameter that the plan does not name. If the parameter is applied to t
 gradient is the same on all ranks. If it is applied between sharded matrices (a norm of each head, or the parameter
 of an activation), a rank's gradient has only the contribution of its own heads or columns. A model is refused if its
 plan does not name a matrix between the hidden states and the sharded matrices: the hidden states then get a partial
-gradient, earlier parameters mix partial and full gradients, and no sum can correct them.
+gradient, the gradients of earlier parameters mix partial and full contributions, and no sum can correct them.
 
 T tokens, D width.
 """
@@ -64,7 +64,7 @@ def prove_compiled(runner: Runner, subject: Subject, inputs: StageInputs, precis
     """Compare compiled and plain layers. Warns of breaks in the compiled graphs. Clears all gradients.
 
     subject: the runner's models.
-    inputs: inputs with a loss of the student.
+    inputs: a micro-batch, with an output processor that returns a loss of the student.
     precision: the dtype of the matrix products, or None for the dtype of the weights.
 
     Raises ProofError on processes with an error. A collective of all processes.
@@ -251,7 +251,7 @@ def cross_entropies(number: int) -> OutputProcessor:
 def _copies(runner: Runner) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters that have a gradient and are replicated over the tensor ranks."""
     for name, parameter in runner.named_parameters():
-        # expert ranks include the tensor ranks
+        # expert ranks include the tensor ranks, so a parameter that is sharded over them is not replicated
         is_sharded = any(
             axis in ("tensor", "expert") and not placement.is_replicate() for axis, placement in _axes(parameter)
         )
@@ -267,8 +267,8 @@ def _axes(parameter: nn.Parameter) -> Iterable[tuple[str, Any]]:
 
 
 def _add_squares(squares: defaultdict[str, float], runner: Runner, hidden: Mapping[str, Tensor]) -> None:
-    """Add to `squares`, by `plan_name`, the sum of squares of each gradient on this process and, with the suffix
-    " difference", that of its difference from the mean over the tensor ranks. A collective of the tensor ranks.
+    """Add the sum of squares of each gradient on this process to squares[name], and that of (gradient − mean over the
+    tensor ranks) to squares[name + " difference"]. name: its `plan_name`. A collective of the tensor ranks.
     """
     reduce_partial_grads(parameter for _, parameter in runner.named_parameters())
     copies = [(plan_name(name), local(parameter.grad)) for name, parameter in _copies(runner)]

@@ -75,8 +75,8 @@ def build_proven_runner(
 
 
 def needs_proof(layout: Layout, mesh: Mesh, *sources: ModelSource | None) -> bool:
-    """Return whether models have to be proven under a layout. Models that were proven after loading need no second
-    proof in one process under a layout that does not change the results.
+    """Return True if models have to be proven under a layout: if there are several processes, if the layout changes
+    the results, or if a model was not proven before. Models without values (in a dry run) cannot be proven.
     """
     models = [source for source in sources if source is not None]
     return all(source.has_values for source in models) and (
@@ -90,17 +90,17 @@ def prove_runner(
     """Prove the student and the teacher of a runner. A collective of all the runner's processes, which all raise
     ProofError if a proof fails. Weights, modes and the states of random generators do not change.
 
-    teacher_in_stages: whether the teacher's layers are in the student's stages; if not, only its head is proven.
+    teacher_in_stages: True if the teacher's layers run in the student's stages. If False, only the head is proven.
     """
     names = student.name, "teacher" if teacher is None else teacher.name
     modes = (False, True) if runner.decoders[0].training else (False,)
     while not all(_prove_passes(runner, names, mode, teacher_in_stages=teacher_in_stages) for mode in modes):
-        pass  # a model that failed now packs documents in its next way, and the proofs run again
+        pass  # after a failure, the model packs documents in its next way, and the proofs run again
     for pair in runner.pairs.values():
         for decoder, name in zip((pair.student, pair.teacher), names, strict=True):
             with _raised(runner, name):
                 if decoder is not None and decoder.has_head:
-                    # the two logits that are compared use the same layers, so plain layers are enough
+                    # `prove_logits` compares two results of the same layers, so plain layers are enough
                     with layers_not_compiled(), evaluating(decoder), autocast(runner.device, probe_precision(runner)):
                         prove_logits(decoder, _logit_inputs(runner, decoder))
     _reshard(runner)
@@ -188,10 +188,10 @@ def _require_same_packing(runner: Runner, sides: Sequence[_Side]) -> None:
 def _run_passes(
     runner: Runner, sides: Sequence[_Side]
 ) -> tuple["ProbeForward", Sequence[tuple[Tensor, Tensor]]] | None:
-    """Return the `ProbeForward` of all sides and their hidden states; None if a model refuses masks or lengths.
+    """Return a `ProbeForward` of all models and their hidden states; None if a model refuses masks or lengths.
 
     sides: the student and, if it runs in the student's stages, the teacher. One pass with the teacher's signals runs
-        both. If the student gets masks or lengths, it first runs alone, so that an error names one of them.
+        both. If the student gets masks or lengths, it first runs alone, so that an error names the right model.
     """
     passes = None
     for side in sides:
@@ -244,7 +244,7 @@ class ProbeForward(Subject):
         self.runner, self.signals = runner, signals
         self.device = runner.device
         depths = [0 if part.mtp is None else part.mtp.depths for part in runner.decoders]
-        # only the last stage has the MTP layers
+        # only the last stage has the MTP layers, so the other stages get their number from it
         self.depths = max(runner.ranks.gather(max(depths)))
         decoders = [decoder for decoder in (runner.decoders[0], runner.teacher) if decoder is not None]
         run = [*runner.decoders, *(_teachers(runner) if signals else [])]
@@ -266,7 +266,7 @@ class ProbeForward(Subject):
     def hidden(self, micro_batch: MicroBatch) -> Sequence[Tensor]:
         """Return the hidden states for a micro-batch with this process's columns, like `run`."""
         results = self.runner.forward([self.inputs(micro_batch, _hidden)])
-        # without a head, the processor does not run, and the result is one tensor, in place of the list of `_hidden`
+        # a runner without a head (of a separate teacher) does not call `_hidden`: its result is a tensor, not a list
         parts = results[0] if results and isinstance(results[0], list) else results
         return [gather_sequences(part, self.runner.mesh.group("context")) for part in parts]
 

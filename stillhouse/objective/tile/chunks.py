@@ -171,7 +171,7 @@ class ChunkWork:
 
 
 def masks(terms: Sequence[Term], rows: RowIndex, weights_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two masks [C]: the rows that a term reads, and the rows that count in the loss.
+    """Return two masks [C]: the rows that at least one term reads, and the rows that count in the loss.
 
     If no term has the scale 0, the two masks are the same tensor.
     """
@@ -226,7 +226,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Object:
-    """A term, a signal or `RowTemperatures`. number: the same at all places where the object is used."""
+    """A term, a signal or `RowTemperatures`. number: identifies the object, which several terms can share."""
 
     number: int
     kind: type
@@ -262,7 +262,7 @@ class TermLayout:
         return [_with_tensors(term, tensors, built) for term in self.terms]
 
 
-#: maps each layout to the first layout that is equal to it, for which functions are compiled
+#: maps each layout to the first layout that is equal to it; functions are compiled only for this first layout
 _LAYOUTS: dict[TermLayout, TermLayout] = {}
 
 
@@ -286,7 +286,7 @@ def term_layout(terms: Sequence[Term], plan: TilePlan, provider: LogitsProvider)
     return _LAYOUTS.setdefault(layout, layout), list(slots)
 
 
-# a recursive function inside another function would hold tensors until the garbage collector runs
+# not inside `build`: a recursive inner function refers to itself, and keeps tensors until garbage collection
 def _with_tensors(entry: Any, tensors: Sequence[Tensor], built: dict[int, Any]) -> Any:
     """Return an entry of a layout with its tensors. built: the objects by number."""
     if isinstance(entry, _Slot):

@@ -2,7 +2,7 @@
 
 The two ways give the same numbers except for rounding. Plain PyTorch is used if compiling fails, with
 TORCH_COMPILE_DISABLE=1, and for small vocabularies, for which compiling costs more time than it saves. Compiling
-takes seconds for each plan and number of columns (torch keeps the result on disk for later processes).
+takes seconds for each `PointwisePlan` and number of columns (torch keeps the result on disk for later processes).
 """
 
 import types
@@ -25,13 +25,13 @@ COMPILED_FROM = 2048
 #: the types of devices on which the work on rows is compiled
 ROW_DEVICES = {"cuda"}
 
-#: torch's limits for the number of operations and reads. Beyond them, torch stores an intermediate tile in memory if
-#: two sums use it; computing it twice in registers is faster
+#: the names of torch's limits on operations and reads. Above a limit, torch stores an intermediate tile in memory if
+#: two sums use it. Computing it twice in registers is faster, so `_compiled` raises all limits
 STORED_FROM = ("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold")
 
 _plans = count()
 
-#: (device type, function name) that cannot be compiled; "pointwise" means all functions without code of terms
+#: (device type, name) of functions that cannot be compiled; all functions that run no term have the name "pointwise"
 _without_compiler: set[tuple[str, str]] = set()
 
 
@@ -56,7 +56,7 @@ def run_rows(function: Callable[..., Any], plan: Hashable, *arguments: Any, part
 def traced(
     function: Callable[..., tuple[Tensor, ...]], plan: Hashable, tensors: Sequence[Tensor], partly: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Call `run_rows` for a function whose code torch.compile cannot read, and which runs on symbolic tensors."""
+    """Call `run_rows` for a function that torch.compile cannot read. It runs the function on symbolic tensors."""
     return run_rows(_in_graph(function, plan), None, *tensors, partly=partly)
 
 
@@ -77,7 +77,7 @@ def tensors_of(arguments: Sequence[Any]) -> list[Tensor]:
 def _fused(function: Callable[..., Any], plan: Any, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
     """Call function(plan, *arguments), compiled if possible. The first dim of all tensors is the rows."""
     tensors = tensors_of(arguments)
-    # the code of terms can fail to compile on a device where all other functions compile
+    # failures are recorded by name: code of terms can fail to compile on a device where all other functions compile
     where = tensors[0].device.type, function.__name__ if plan is None else "pointwise"
     # torch treats a size of 1 as a constant, so it would compile again for a block of one row
     if len(tensors[0]) < 2 or where in _without_compiler:
@@ -90,7 +90,7 @@ def as_one_kernel(function: Callable[..., Any], plan: Any, *arguments: Any, part
     """Call function(plan, *arguments) compiled or, if that fails, in plain PyTorch. partly: for a dry run only."""
     tensors = tensors_of(arguments)
     where = tensors[0].device.type, function.__name__ if plan is None else "pointwise"
-    # under a dispatch mode (such as an operation counter), torch compiles nothing and never retries the function
+    # under a dispatch mode (such as an operation counter), torch would not compile the function, now or later
     if torch._dynamo.config.disable or is_in_torch_dispatch_mode(include_infra_modes=False):
         return function(plan, *arguments)
     for tensor in tensors:

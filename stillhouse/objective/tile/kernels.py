@@ -1,4 +1,4 @@
-"""Calls the Triton kernels for the plans that they support, after a test of their precision, the proof.
+"""Calls the Triton kernels for each `PointwisePlan` that they support, after a test of their precision, the proof.
 
 The kernels compute the same numbers as the plain functions of `pointwise.py`, which all other plans use. Before the
 first tile of a plan, the proof computes rows with difficult numbers by the kernels, by the plain functions and in
@@ -210,7 +210,7 @@ def kernel_gradient(
 def launch(
     name: str, grid: tuple[int, int], read: Sequence[Tensor], written: Tensor, *arguments: Any, **constants: Any
 ) -> None:
-    """Launch a kernel of `triton_kernels.py`. read, written: tensors among the arguments, for a dry run."""
+    """Launch a kernel of `triton_kernels.py`. read, written: for a dry run, the tensors that it reads and writes."""
     from stillhouse.objective.tile import triton_kernels
 
     getattr(triton_kernels, name)[grid](*arguments, **constants)
@@ -247,7 +247,7 @@ def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
     tiles_BV = hard_tiles(plan.tiles, columns, device)
     exact_tiles_BV = [tile_BV.double() for tile_BV in tiles_BV]
     plain = statistics(plan, raw_sums(plan, tiles_BV)[None])
-    # `merged_pieces` is not compiled here, because compiling takes seconds, and a run compiles `sums_and_logits`
+    # `merged_pieces` is not compiled here: that takes seconds, and a run mostly compiles it inside `sums_and_logits`
     piece_sums_BN = kernel_piece_sums(plan, tiles_BV).transpose(0, 1)
     fused = statistics(plan, merged_pieces(plan, piece_sums_BN)[None])
     exact = statistics(plan, raw_sums(plan, exact_tiles_BV)[None])
@@ -278,8 +278,8 @@ def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
 def hard_tiles(tiles: int, columns: int, device: torch.device) -> list[Tensor]:
     """Return logits [B, V] of a student and of a teacher, which are far apart in three rows, and close in six.
 
-    In three of the six close rows, both distributions are also peaked. Of three rows of a kind, the second has −inf
-    at the last logit and in a whole piece, and the third has two largest logits.
+    In three of the six close rows, both distributions are also peaked. In each of these groups of three rows, the
+    second row has −inf at the last logit and in a whole piece, and the third row has two equal largest logits.
     """
     draw = torch.Generator(device="cpu").manual_seed(0)
     student_BV = torch.randn(9, columns, generator=draw)
@@ -300,7 +300,7 @@ def _numbers(rows: RowStatistics) -> Tensor:
     """Return the statistics that the proof compares, [B, X]."""
     columns = [*rows.references, *rows.student_log_mass, *rows.student_entropy, *rows.teacher_log_mass]
     columns += [*rows.teacher_entropy, *rows.both_top, *rows.values.values()]
-    # a mass ratio is added to log(q/p), so its absolute error counts: 3e-8 gives a relative error of 3e-5 (ROUNDING)
+    # a mass ratio is subtracted in log(q/p), so its absolute error counts: 3e-8 becomes 3e-5 (ROUNDING)
     columns += [1 + 1e3 * mass_ratio_B for mass_ratio_B in rows.mass_ratio]
     columns += [] if rows.mean_log_prob is None else [rows.mean_log_prob]
     return torch.stack(columns, 1)

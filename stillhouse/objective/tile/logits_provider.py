@@ -84,7 +84,7 @@ class LogitsProvider:
         projection, hidden_CE = self._teachers[id(head)], signal.hidden_TE.detach()
         if projection.compute_dtype == out_CV.dtype:
             return projection.logits(hidden_CE, out_CV)
-        return out_CV.copy_(projection.logits(hidden_CE))  # the dtypes may differ, as with a float64 teacher
+        return out_CV.copy_(projection.logits(hidden_CE))  # the dtypes can differ, as with a float64 teacher
 
     def _mixture_logits(self, mixture: Mixture, out_CV: Tensor) -> Tensor:
         """Return the logits τ·log p of a mixture, whose softmax at the mixture's temperature τ is p.
@@ -198,7 +198,7 @@ class HeadLogits(LogitsProvider):
         return self._buffer("rounded", rows, self.projection.gradient_dtype)
 
     def _hidden(self, rows: RowIndex, kept_C: Tensor) -> Tensor:
-        # rows that are not counted may contain NaN, and 0·NaN would make the weight's gradient NaN
+        # rows that are not counted can contain NaN, and 0·NaN would make the weight's gradient NaN
         for mask_C, hidden_CD in self._masked:
             if mask_C is kept_C:
                 return hidden_CD

@@ -160,7 +160,7 @@ def _sides(plan: PointwisePlan, tiles_BV: Sequence[Tensor], rows: Columns) -> di
             gap_p_BV - rows["teacher_log_mass", teacher],
             gap_q_BV - rows["student_log_mass", student],
             gap_q_BV - gap_p_BV - ratio_B1,
-            # the pivot has l = 0 for teacher and student, as a token has that is the argmax of both
+            # the pivot represents a token that is the argmax of teacher and student: l is 0 in both softmaxes
             Pivot(-rows["student_log_mass", student], -ratio_B1),
         )
     return both

@@ -117,7 +117,7 @@ def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tenso
 
 
 def merged(plan: PointwisePlan, raw_RCX: Tensor) -> Tensor:
-    """Return the raw sums [C, X] of the one piece that several pieces make up together."""
+    """Return the raw sums [C, X] of the union of several pieces, as of one piece."""
     pieces = _pieces(plan, raw_RCX)
     raw = pieces.raw
     sums: Columns = {("reference", tile): raw["reference", tile].amax(0) for tile in range(plan.tiles)}
@@ -142,8 +142,8 @@ def merged(plan: PointwisePlan, raw_RCX: Tensor) -> Tensor:
 class _Softmax(NamedTuple):
     """The sums of one softmax: of each piece before its shift, and of all pieces after their shifts.
 
-    shift_RC: the shift of each piece's l. mass_RC, mass_C: Σe^l. others_C: Σe^l over the e^l that are not 1.
-    mean_C: Σe^l·l. log_mass_C: log Σe^l.
+    shift_RC: (the piece's largest logit − that of all pieces) / τ ≤ 0, which is added to every l of the piece.
+    mass_RC, mass_C: Σe^l. others_C: Σe^l over the e^l that are not 1. mean_C: Σe^l·l. log_mass_C: log Σe^l.
     """
 
     shift_RC: Tensor
@@ -254,5 +254,5 @@ def _mass_ratio(couple: _Couple) -> Tensor:
 
 
 def _shift(largest_RC: Tensor, reference_C: Tensor) -> Tensor:
-    """Return each piece's reference minus the common reference, which is at most 0; 0 for a piece without mass."""
+    """Return (each piece's reference − the common reference) ≤ 0, or 0 for a piece without mass."""
     return torch.where(largest_RC == -torch.inf, 0.0, largest_RC - reference_C)

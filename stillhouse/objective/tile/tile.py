@@ -136,7 +136,7 @@ class Tile:
             self._row_statistics.add_normalized(self._pointwise, normalized_RCX)
 
     def gradient(self, rounded_CV: Tensor | None = None) -> Tensor:
-        """Return the gradient [C, V], in `rounded_CV` and its dtype or, if that is None, over the logits."""
+        """Return the gradient [C, V] in `rounded_CV` or, if `rounded_CV` is None, in place of the logits."""
         logits_CV = self.logits_CV
         result_CV = logits_CV if rounded_CV is None else rounded_CV
         if logits_CV.shape[1] == 0:
@@ -180,7 +180,7 @@ class Tile:
         if not self._added:
             return []
         columns_CN, values_CN = (torch.cat(tensors, 1) for tensors in zip(*self._added, strict=True))
-        # a column that occurs several times gets the sum of its values at each of its places
+        # every occurrence of a repeated column gets the sum of the column's values
         is_same_CNN = columns_CN[:, :, None] == columns_CN[:, None, :]
         values_CN = torch.where(is_same_CNN, values_CN[:, None, :], 0.0).sum(2)
         return [columns_CN, (self._gradient_in(columns_CN, rows_CX) + values_CN).to(dtype)]
@@ -311,7 +311,7 @@ class Tile:
         return torch.where(is_here_CK, local_CK, first_C1), is_here_CK.any(1, keepdim=True)
 
     def _gradient_at(self, signal: SparseSignal, rows_CX: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the columns [C, K] of a bucket signal's ids and the gradient there, without `_added`."""
+        """Return the columns [C, K] of a bucket signal's ids and the gradient in these columns, without `_added`."""
         places_CK, held_C1 = self._places(signal)
         outside = []
         for other, _ in self._plan.buckets:

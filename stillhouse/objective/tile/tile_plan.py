@@ -37,7 +37,7 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True)
 class PointwisePlan:
-    """The structure of a chunk's pointwise work.
+    """The structure of a chunk's pointwise work. Tiles and softmaxes are given as indices.
 
     tiles: how many tiles a chunk has: one for the student and one for each dense signal.
     temperatures: the temperature of each softmax of the student.
@@ -162,7 +162,7 @@ class TilePlan:
         return self._index(self._teachers, softmax, f"the teacher's softmax at temperature {temperature}")
 
     def pair(self, divergence: Divergence, signal: Signal, temperature: float) -> int:
-        """Return the index of a divergence between a dense teacher and the student. It must not be a weighted sum."""
+        """Return the index of a divergence (not a weighted sum) between a dense teacher and the student."""
         pair = (divergence, self.teacher(signal, temperature), self.softmax(temperature))
         return self._index(self._pairs, pair, f"{divergence} at temperature {temperature}")
 

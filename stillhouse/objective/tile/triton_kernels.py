@@ -25,7 +25,7 @@ TINY = tl.constexpr(1.1754943508222875e-38)
 
 @triton.jit
 def _exp(l):
-    # tl.exp needs six instructions, because it also returns numbers below the smallest normal number
+    # tl.exp needs six instructions, because it also computes subnormal results
     return tl.exp2(l * LOG2_E)
 
 
@@ -205,7 +205,7 @@ def normalized_sums_kernel(
     m, m_to_p, m_to_q = _to_mean(p, q, log_p, log_q, ratio, BETA, SERIES)
     value_p = _excess(p, m, m_to_p, _second_order(_clamped(m_to_p)), tl.abs(m_to_p) < NEAR)
     value_q = _excess(q, m, m_to_q, _second_order(_clamped(m_to_q)), tl.abs(m_to_q) < NEAR)
-    # in columns after the last one, p and q are 0, but m is TINY
+    # in columns after the last one, p and q are 0, but m is TINY, so the value there has to be set to 0
     value, slope = tl.where(inside, WEIGHT_P * value_p + WEIGHT_Q * value_q, 0.0), -WEIGHT_Q * _expect(q, m_to_q)
     value, slope = _sum2(value, slope)
     to = out + (piece.to(tl.int64) * rows + row) * 2
