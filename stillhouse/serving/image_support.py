@@ -49,7 +49,7 @@ def processor_hash(processor: MediaProcessor) -> str:
 
 
 def positions_hash(positions: Sequence[Tensor | None]) -> str:
-    """Return a hash of the rotary positions [S, A] that a model gives to the processor's `example_documents`."""
+    """Return one hash of the rotary positions (tokens × axes) that a model gives to all `example_documents`."""
     return json_hash([None if positions_SA is None else positions_SA.tolist() for positions_SA in positions])
 
 
@@ -85,7 +85,7 @@ def require_accepted(
         require(document, int(counts_D[document]), support.max_images, "images")
     if support.max_pixels is not None:
         largest_pixels = MAX_PIXELS if processor.most_pixels is None else processor.most_pixels
-        # image files are opened only if the number of images does not guarantee that the pixels are within the limit
+        # pixels are counted only if the number of images allows too many, because counting opens the image files
         for document in np.flatnonzero(counts_D * largest_pixels > support.max_pixels).tolist():
             pixels = sum(pixel_count(image, processor.most_pixels) for image in documents.media.of(document))
             require(document, pixels, support.max_pixels, "pixels in the images")

@@ -1,12 +1,12 @@
 """The bodies of requests and answers: JSON, or a safetensors file with JSON under a key of its header.
 
-`POST /v1/score` has the key `score`, for D documents with N rows in total:
+`POST /v1/score` uses the key `score`. A row is a token whose signal is requested. D documents have N rows in total:
 
     request     token_ids [·] int32     the tokens of all documents, one after the other
                 offsets [D+1] int64     the tokens of document d are offsets[d]:offsets[d+1]
                 rows [D, 2] int32       the requested rows of each document, as a range [start, stop)
                 ids [N, K] int32        "chosen": the ids whose log-probabilities are requested
-                image.d.NAME            the tensor of the images of document d that is the model's argument NAME
+                image.d.NAME            the images of document d, as the tensor for the model's argument NAME
     answer      offsets [D+1] int64     the rows of document d are offsets[d]:offsets[d+1] of the following tensors
                 hidden, ids, …          the tensors of the signal (`SignalSpec.tensors`)
 

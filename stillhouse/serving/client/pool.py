@@ -319,7 +319,7 @@ class ServerPool:
             working = [server for server in servers if server.error is None]
             if not working:
                 raise ServerError(str(servers[0].error)) from servers[0].error
-            # all servers are held while weights are loaded on them; loading has its own time limit (train.timeout)
+            # no limit applies here while weights are loaded on all servers: train.timeout limits the loading
             if wait.left < 0 and not all(server.held for server in working):
                 silent = f"no server of the {self._model} has answered for {wait.seconds:g} seconds"
                 raise ServerError(f"{silent} ({self._key}); {wait.problem}")

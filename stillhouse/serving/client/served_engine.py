@@ -41,7 +41,7 @@ class ServedEngine:
     """Servers of one kind that generate the student's completions (a RemoteEngine).
 
     vocabulary: the number of rows of the student's head. An answer with an id outside the vocabulary is refused. A
-        prompt with such an id is not sent, because vLLM would end.
+        prompt with such an id is not sent, because the id would stop vLLM.
     timeout: futures raise ServerError if no server has answered for this number of seconds. A single answer has the
         same limit.
     warn: prints a line when a server fails, or answers again after a failure. token: the servers' bearer token.
@@ -53,7 +53,7 @@ class ServedEngine:
         limits for images; None skips this check.
     run: the identity of the run whose published weights are accepted; "" accepts the weights of any run. Adapters
         that an earlier process of this run has left on the servers are dropped.
-    other_samplings: the samplings that single requests have instead of `sampling`. The servers' log-probabilities are
+    other_samplings: the samplings that some requests have instead of `sampling`. The servers' log-probabilities are
         also proved for these samplings.
 
     Raises ValueError for a server whose log-probabilities cannot be used for training. With `keep_weights`, the
@@ -213,7 +213,7 @@ class ServedEngine:
             raise AskAgainError
         answer = self._api.parse(response, adapter)
         versions_N = token_versions(answer.spans, self.weights.versions, len(answer.ids))
-        # if tokens have no labels, the version is known only for a named adapter, or if the weights have not changed
+        # an answer without a label per token needs an adapter in its request, or weights that have not changed since
         is_marked = self._api.marks_tokens or adapter is not None
         has_changed = not is_marked and server.published is not published
         is_unknown = versions_N is None or versions_N.min() < published.version or published is UNKNOWN_WEIGHTS

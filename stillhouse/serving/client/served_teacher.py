@@ -78,7 +78,7 @@ class RemoteSignals(SignalStore):
     server that answers again after a failure.
     """
 
-    may_take_long = True  # the pool has its own timeout
+    may_take_long = True  # reads need no watchdog, because the pool has its own timeout
     same_conversation = True
 
     def __init__(
@@ -148,7 +148,7 @@ class RemoteSignals(SignalStore):
             if self.proof is None or self.servers[0].identity is not None:
                 return scores
             # Prove the servers that answer again after a failure, because their weights may have changed. All reads
-            # wait for this proof. If a server cannot be proven now, its answers are not used.
+            # wait for this proof. If a server cannot be proven now, its answers are discarded and requested again.
             with self._proving:
                 while self.pool.returned:
                     self._unproven.add(self.pool.returned.pop())
@@ -204,7 +204,7 @@ class RemoteSignals(SignalStore):
 def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
     """Download the teacher's files unless they are in the cache, and return their folder.
 
-    Raises ValueError if the server offers other files, or if a file does not have the hash in `info`.
+    Raises ValueError if the server offers files of other kinds, or if a file does not have the hash in `info`.
     """
     only = "expected configuration, tokenizer and head only"
     if len(info.files) > MOST_FILES:

@@ -38,9 +38,9 @@ _AGAIN = (
     "loads weights"
 )
 _GREEDY = Sampling(1, temperature=0.0)
-#: prompts; the log-probabilities of the top tokens after them identify a model, and depend on the server's options
+#: prompts. The log-probabilities of the next tokens identify a server's weights, and show some of its options
 _PROMPTS = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (47, 53), (59, 61, 67), (71,))
-#: the number of requested top tokens. Gaps are measured from the first to the last of them, where they are wide
+#: the number of requested top tokens; the first is compared with the last, because their probabilities differ most
 _TOP = 5
 #: the smallest difference of log-probabilities, in nats, by which two options of a server can be distinguished
 _LEAST_DIFFERENCE = 0.02
@@ -65,8 +65,8 @@ class Probe:
 class ServerState:
     """The state of a server.
 
-    address: the same server in the pool. model: the name of the model in requests.
-    published: the version that was loaded last, or None while the weights are unknown. Each load makes a new object.
+    address: the pool's object for this server. model: the name of the model in requests.
+    published: the version that was loaded last; None while the weights are unknown. A new object means a new load.
     restored: how often the server had other weights since its last usable answer.
     is_absent: whether the newest version is being loaded in the background, because the server did not have it.
     probe: the probe of the version that was loaded last.
@@ -115,7 +115,7 @@ class ServedWeights:
 
     @property
     def probed(self) -> dict[str, tuple[Completion, ...]]:
-        """The completions of the probes of each server that has the newest version, by its URL."""
+        """The completions of the probes of each server that has the newest version, by server URL."""
         newest = self.newest and self.newest.label
         probes = {url: server.probe for url, server in self.servers.items()}
         return {url: probe.completions for url, probe in probes.items() if probe.label == newest}
@@ -149,7 +149,7 @@ class ServedWeights:
             if self.keep:
                 self._keep_weights(server)
             elif self.api.kind.after_temperature:
-                # log-probabilities depend only on the other fields of a sampling
+                # log-probabilities do not depend on these fields, so one of several such samplings is enough
                 parts = [replace(one, max_new_tokens=1, stop=(), eos_ids=()) for one in self.samplings]
                 for sampling in dict.fromkeys(parts):
                     self._require_log_probs(server, sampling)
@@ -339,8 +339,8 @@ class ServedWeights:
             server.lock.release()
 
     def _writes_with(self, ask: Ask, server: ServerState, published: Published) -> bool:
-        """Send the probes to a server, and return whether it generates with this version. It does not if it was
-        restarted after it had loaded the version.
+        """Send the probes to a server, and return whether it generates with this version. False means that the server
+        was restarted, or got other weights, after it had loaded the version.
 
         Raises ServerError if the server reports this version, but gives other top tokens than the proved server.
         """

@@ -104,7 +104,7 @@ class Answer:
     stop: str | None = None
 
     def completion(self, versions_N: np.ndarray) -> Completion:
-        """Make a Completion. versions_N: the version of each token. Raises ValueError for values that it refuses."""
+        """Make a Completion. versions_N: the version of each token. Raises ValueError if a value is invalid."""
         log_probs_N = np.array(self.log_probs, np.float32)
         return Completion(np.array(self.ids, np.int32), log_probs_N, versions_N, self.finish)
 
@@ -238,7 +238,7 @@ class ServerApi(Protocol):
     def load_weights(self, ask: Ask, published: Published) -> bool:
         """Load a published version on the server. Tokens that the server generates later have the version's label.
 
-        The call may be repeated. Returns False if the server was restarted meanwhile. Raises ServerError if the
+        Repeated calls are allowed. Returns False if the server was restarted meanwhile. Raises ServerError if the
         server cannot load the version; until a later call succeeds, no tokens are generated with this label.
         """
 

@@ -1,5 +1,5 @@
 """The client of SGLang (0.5), which requests signals and completions from `/generate`. The client follows SGLang's
-source code. Its tests have no recorded answers of a server.
+source code. The tests use no recorded answers of a real server.
 
 An answer has one label: that of the weights at the end of the completion. So an update of the weights first aborts
 the completions in progress, and answers to requests that were sent before the update are discarded. If a version is

@@ -139,7 +139,7 @@ def prove(
             if isinstance(outcome, NotFiniteError):
                 raise outcome
             scored.append(outcome)
-        # a server that does not report a dtype may compute in half precision
+        # the tolerance 1e-3 needs a server that reports float32; other servers may compute in half precision
         is_float32 = {servers[0].dtype, spec.dtype, str(first_parameter.dtype)[6:]} == {"float32"}
         both = f"{store.name} and the model in this process give different signals for the same tokens"
         worst = _require_near(first, scored, both, "expected the same weights", 1e-3 if is_float32 else SAME)
@@ -165,7 +165,7 @@ def make_probes(documents: Documents, media_inputs: MediaInputs | None = None) -
     for number in numbers:
         assert media_inputs is not None
         whole = DocumentRows(documents.tokens(number), range(1), media=media_inputs.of(documents, number))
-        # keep at least a few tokens after the last image
+        # keep at least LEAST_TOKENS tokens after the last image
         tokens = whole.tokens[: max(PROBE_TOKENS, np.flatnonzero(_is_placeholder(whole))[-1] + 1 + LEAST_TOKENS)]
         probe = replace(whole, tokens=tokens, rows=range(len(tokens) - 1))
         if _changeable(probe).any():
@@ -301,7 +301,7 @@ def _prove_alignment(url: str, score: Score, probes: Sequence[DocumentRows], ans
 
 
 def _prove_images(url: str, score: Score, probes: Sequence[DocumentRows], answers: Sequence[Signal]) -> None:
-    """Raise ValueError unless changed images (inverted, mirrored) change later rows, but not the earlier rows."""
+    """Raise ValueError unless changed images (inverted and mirrored) change rows, but none before the first image."""
     changed, expected = list[DocumentRows](), list[Signal]()
     for probe, answer in zip(probes, answers, strict=True):
         if (images := probe.media) is not None:

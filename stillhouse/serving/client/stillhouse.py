@@ -1,6 +1,6 @@
 """The client of `stillhouse serve`. The server gives every kind of signal; a request can have several documents.
 
-With `--generate`, the server gives completions in vLLM's format instead, and loads a published folder in one request.
+With `--generate`, the server gives completions in vLLM's format instead, and loads new weights with one request.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,8 @@
 """Checks that the image tensors of requests could come from the served model's processor.
 
 A server gets pixels, not image files. It runs its own processor on blank pictures of the sizes that the client sends.
-The shapes, the integer tensors and the placeholder tokens depend only on the sizes, so they must be equal. The pixels
-must be finite. The client compares the processors and the rotary positions by their hashes (`image_support.py`).
+The shapes, the integer tensors and the placeholder tokens depend only on the sizes, so they must equal those of the
+blank pictures. The pixels must be finite. The client compares hashes of the processors and of the rotary positions.
 """
 
 import io
@@ -160,7 +160,7 @@ class AcceptedImages:
             raise ValueError("the model does not compute one position for each token")
 
     def _check_placeholders(self, tokens: np.ndarray, expected: Sequence[np.ndarray]) -> None:
-        """Raise ValueError unless the document's placeholders are those of the expected pictures, in their order."""
+        """Raise ValueError unless the placeholder tokens are `expected`: the tokens of each picture, in order."""
         ids = self.placeholder_ids
         places, counts = np.flatnonzero(np.isin(tokens, ids)), [int(np.isin(of, ids).sum()) for of in expected]
         if len(places) != sum(counts):

@@ -35,7 +35,7 @@ from stillhouse.serving.server.gate import (
 from stillhouse.serving.server.request_queue import Part, RequestQueue, Ticket
 from stillhouse.serving.server.role import Role
 
-#: the HTTP thread itself parses bodies and encodes answers that have fewer bytes
+#: the HTTP thread itself parses bodies and encodes answers that have fewer bytes than this
 AT_ONCE_BYTES = 16 * 1024
 #: the maximum number of seconds that a client may take to send a body
 BODY_SECONDS = 120.0
@@ -55,7 +55,7 @@ class Application:
 
     def __init__(self, role: Role, queue: RequestQueue, token: str | None, host: str):
         self.role, self.queue, self.metrics = role, queue, Metrics(queue)
-        # without FastAPI's documentation pages, which load remote scripts, and its redirects, which repeat `Host`
+        # FastAPI's documentation pages would load remote scripts; its redirects would repeat the request's `Host`
         self.api = FastAPI(
             title="stillhouse serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
         )
@@ -148,7 +148,7 @@ class Application:
         """Add a route whose answers the model computes.
 
         parse: parses a request from the body and its content type; raises RequestError.
-        schemas: the JSON schemas of the bodies, by content type. result_bytes: returns the results' bytes.
+        schemas: the JSON schemas of the bodies, by content type. result_bytes: returns the size of results in bytes.
         media_type: the media type of a successful answer. answers: the OpenAPI descriptions of successful answers.
         """
 

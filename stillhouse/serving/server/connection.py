@@ -22,11 +22,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from stillhouse.serving.server.gate import OPEN_PATHS, RequestError
 
 #: the maximum number of seconds that a connection waits for the complete header of a request, or for more data of a
-#: body that was answered before all of it was read
+#: body whose request has already been answered
 HEADER_SECONDS = 10.0
-#: the limits for reading the rest of a body that was answered before all of it was read
+#: the limits for reading the rest of a body whose request has already been answered
 LATE_BYTES, LATE_SECONDS = 2**30, 120.0
-#: the maximum number of connections at a time, and how many of these connections are kept without a request
+#: the maximum number of connections at a time, and how many of them must remain without an accepted request
 CONNECTIONS, SPARE = 2048, 64
 #: the maximum number of seconds that a client may take to read each piece of an answer
 SEND_SECONDS = 120.0
@@ -113,7 +113,7 @@ class Connection(H11Protocol):
             waiting = [other for other in others if other.waits and not other.transport.is_closing()]
             if waiting:
                 min(waiting, key=lambda other: other.waits_since).transport.abort()
-            elif excess > SPARE:  # the spare connections may have requests that `Room` is about to refuse
+            elif excess > SPARE:  # a smaller excess is allowed, because requests that `Room` refuses end soon
                 self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -133,7 +133,7 @@ class Connection(H11Protocol):
 
     def _begin_to_wait(self) -> None:
         def give_up() -> None:
-            self.transport.close()  # sends the rest of the last answer first; `abort` if the client does not read
+            self.transport.close()  # sends the rest of the last answer first, until the `abort` below ends this
             self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
         self._end_to_wait()
@@ -213,7 +213,7 @@ class Room:
         if is_refused:
             headers = {"Retry-After": "1", "Connection": "close"}
             error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at a time", headers=headers)
-            # clients that send bodies slowly must not occupy all of the spare connections
+            # the rest of a body is read on at most half of the spare connections, because clients may send slowly
             answer = drained(error.response()) if self._requests[True] < SPARE // 2 else error.response()
         self._requests[is_refused] += 1
         try:

@@ -66,7 +66,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def parse_json(content: bytes, kind: type[Body], named: int = 2) -> Body:
-    """Parse a body. Raises RequestError if it is invalid. named: the most levels of a field's path in errors."""
+    """Parse a body. Raises RequestError if it is invalid. named: the maximum depth of a field's path in errors."""
     try:
         require_few_lists(content)
         return kind.model_validate_json(content)

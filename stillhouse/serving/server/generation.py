@@ -73,7 +73,7 @@ class VersionedCompletion:
 
 
 class CompletionWriter:
-    """Generates the completions of a batch (a `Role`), in one process. Each request may have its own `Sampling`.
+    """The `Role` of a server that generates completions, in one process. Each request has its own `Sampling`.
 
     weights_root: see `WeightUpdates`.
     Raises ValueError if the model cannot be loaded, is damaged or cannot generate.
@@ -246,7 +246,7 @@ class GenerateBody(StrictBody):
 def generation_part(
     body: GenerateBody, limits: Limits, eos_ids: Sequence[int], images: DocumentMedia | None = None
 ) -> GenerationPart:
-    """Make the part of a request. eos_ids: the model's end tokens. Raises RequestError if it exceeds a limit."""
+    """Make the only part of a request; raise RequestError if it exceeds a limit. eos_ids: the model's end tokens."""
     options = body.sampling_params
     limits.check_documents([body.token_ids], "token_ids")
     tokens = len(body.token_ids) + options.max_tokens

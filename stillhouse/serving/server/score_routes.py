@@ -159,7 +159,7 @@ def completion_parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, l
         raise refused("prompt: expected at least one prompt", "prompt")
     limits.check_documents(prompts, "prompt")
     wanted = Ranked(max(body.prompt_logprobs or 0, body.logprobs or 0, body.max_tokens))
-    # without prompt_logprobs, only the last row is needed
+    # without prompt_logprobs, only the distribution after a prompt's last token is needed
     starts = [0 if body.prompt_logprobs is not None else len(prompt) - 1 for prompt in prompts]
     return [
         ScoreRequest(DocumentRows(np.array(prompt, dtype=np.int32), range(start, len(prompt))), wanted)
@@ -216,7 +216,7 @@ def completion_answer(
 def _prompt_logprobs(
     count: int | None, tokens: Sequence[int], tensors: dict[str, Tensor]
 ) -> list[dict[str, dict[str, Any]] | None] | None:
-    """Return, for each prompt token, the entries of this token and of the top ids; None for the first token."""
+    """Return the log-probabilities and ranks of each prompt token and of the top ids; None for the first token."""
     if count is None:
         return None
     entries: list[dict[str, dict[str, Any]] | None] = [None]

@@ -157,7 +157,7 @@ class WeightUpdates:
             done.set_exception(RequestError(HTTPStatus.SERVICE_UNAVAILABLE, ENDING))
 
     def _model(self, shown: str, published: PublishedFolder) -> dict[str, Tensor]:
-        """Return the tensors by their names in the decoder. One of them may consist of several stored tensors.
+        """Return the tensors by their names in the decoder. Each of them may consist of several stored tensors.
 
         Raises ValueError if the server has an adapter or is quantized, or if the tensors do not fit the decoder.
         """
