@@ -44,7 +44,7 @@ from stillhouse.display import first_line
 
 _BATCH = 512  # records per call of the tokenizer
 _REASONS = 5  # the maximum number of errors that a report keeps
-_BYTES_PER_CHARACTER = 200  # memory that a tokenizer needs; so 200 bytes of media count as one character
+_BYTES_PER_CHARACTER = 200  # the memory that a tokenizer needs; so this many bytes of media count as one character
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LoadOptions:
     columns: the names of additional columns to keep; every record must have them.
     allowed: for some of these columns, the allowed values.
     prefixes: for each teacher, the template of the prefix that this teacher reads (see `PrefixTemplate`).
-    reader: the column (one of `columns`) with the name of the only teacher that reads the document and its prefix.
+    reader: the one of `columns` that names the only teacher that reads the document. Other teachers get no prefix.
     prompts: whether only prompts are read, without completions (see `record_forms.py`). The documents then have no
         targets, and a record with a prompt that is too long is invalid.
     tools: the JSON schemas of the tools of the run, which its model can call. A conversation is rendered with all of
@@ -120,7 +120,7 @@ def load_documents(
 
     if cache is None or options.keep_records or not tokenizer.is_fast or (files := local_files(source)) is None:
         return load(None)
-    # as a list, because the order of the prefixes matters and JSON objects have no order
+    # the prefixes are a list, because their order matters, and `json_hash` ignores the order of an object's keys
     decisive = asdict(options) | {"source": name, "prefixes": list(options.prefixes.items())}
     if processor is not None:
         decisive["processor"] = [processor.identity(), processor.versions()]
@@ -162,7 +162,7 @@ class _Loader:
         self.template: Template | None = None
         self.foreign: ForeignColumns | None = None
         self.waiting: list[_Waiting] = []
-        self.characters = 0  # the sum over the waiting records
+        self.characters = 0  # the number of characters of all waiting records
         self.end_ids = {*options.end_ids, *([] if (eos := tokenizer.eos_token_id) is None else [eos])}
         self.findings = TextFindings(tokenizer, options.targets, self.end_ids)
 

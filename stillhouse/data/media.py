@@ -175,7 +175,7 @@ def shown_text(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, processor: M
 
 
 def media_end(ids: np.ndarray, processor: MediaProcessor | None) -> int:
-    """The length of the shortest prompt with all media and one token after them; 0 if there are no media."""
+    """The length of the shortest prefix of `ids` with all media and one token after them; 0 if there are no media."""
     places = np.flatnonzero(np.isin(ids, [] if processor is None else processor.placeholder_ids))
     return int(places[-1]) + 2 if len(places) else 0
 
@@ -201,8 +201,8 @@ class DocumentMedia:
 class MediaInputs:
     """Makes the inputs of a micro-batch that come from media.
 
-    teachers: by name, the `MediaInputs` of each teacher in this job with another processor; None for a teacher that
-        reads no media. All other teachers read the student's inputs.
+    teachers: the `MediaInputs` of each teacher in this job that has another processor than the student, or None for a
+        teacher that reads no media, by name. All other teachers read the student's inputs.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ class MicroBatch:
         `use_cache=False`. The padding of a row has the positions of a separate document, and so does each gap
         (`packed_rows.py`). A tensor whose first two dims are not [B, S] has no token dim and is never cut. For models
         that read media, there can also be `mm_token_type_ids` or `token_type_ids` [B, S], which are 0 in padding, and
-        `axis_position_ids` [B, S, A] int64, the rotary positions on A axes. In padding and texts, the positions on
-        all axes are the text position.
+        `axis_position_ids` [B, S, A] int64, the rotary positions on A axes. In padding and in documents without
+        media, the positions on all axes equal `position_ids`.
     media: arguments of a model's forward that belong to media, such as `pixel_values`, in the order of the documents
         in the flattened rows. They have no token dim, so they are never cut or padded.
     labels_T: int64, the token that row t predicts, or -1 if the row predicts nothing.
@@ -94,7 +94,7 @@ class MicroBatch:
 
     @property
     def is_padding_BS(self) -> Tensor:
-        """True for each column that belongs to no document, bool."""
+        """True for each token that belongs to no document, bool."""
         return (self.document_T < 0).view(self.shape_BS)
 
     @property
@@ -313,7 +313,7 @@ class StepMicroBatches(Sequence[MicroBatch]):
         raise ValueError(f"column '{column}' of document {document} is not known: its micro-batch has only tensors")
 
     def for_teacher(self, name: str) -> "StepMicroBatches":
-        """The same micro-batches. They have this teacher's `teacher_inputs` if it reads other tokens or media."""
+        """The same data, with this teacher's `teacher_inputs` if it reads other tokens or media than the student."""
         return self
 
     def teacher_tokens(self, document: int, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -5,11 +5,11 @@ document's last row predicts nothing, and the row of a prompt's last token predi
 
 A teacher with substitutions reads another number of tokens than the student: more tokens with a prefix, more or fewer
 with other tokens of media. So a document has one version for the student and one for each such teacher. The document
-gets as many columns as the longest version needs, and all versions end in the last of these columns. Before a shorter
-version is a gap of padding, which has the positions of a separate document. So after a document's last substitution,
-a token has the same row number for student and teacher, as layouts with stages or context ranks require.
-`MicroBatch.teacher_shift_T` maps the rows before and between media. For a teacher that does not read the document,
-all of these columns are padding.
+gets as many columns as the longest version needs, and all versions end in the last of these columns. A gap of padding
+fills the columns before a shorter version, and has the positions of a separate document. So after a document's last
+substitution, a token has the same row number for student and teacher: layouts with stages or context ranks need it.
+Before that, `MicroBatch.teacher_shift_T` is the teacher's row number minus the student's. For a teacher that does not
+read the document, all of these columns are padding.
 
 B rows, S columns per row (the longest row of the micro-batch), T = B·S; M documents with N tokens, of which P are
 predicted.
@@ -116,8 +116,8 @@ def _teacher_tensors(
 
 @dataclass(frozen=True)
 class _Places:
-    """The positions of M documents in the flattened rows, row by row and from left to right. stop_M: the row of
-    `MicroBatch` after each document's last row.
+    """The places of M documents in a micro-batch, row by row and from left to right. stop_M: for each document, the
+    index after its last token in the flattened micro-batch (0 … T).
     """
 
     shape_BS: tuple[int, int]
@@ -133,12 +133,12 @@ class _Places:
         return cls(shape_BS, document_M, columns_M + np.repeat(np.arange(len(rows)) * shape_BS[1], counts_B))
 
     def rows(self, lengths_M: np.ndarray) -> np.ndarray:
-        """The row of each token of documents with these lengths."""
+        """The index of each token in the flattened micro-batch, [N], if the M documents have these lengths."""
         offsets = offsets_of(lengths_M)
         return np.arange(offsets[-1]) + np.repeat(self.stop_M - offsets[1:], lengths_M)
 
     def filled(self, value: float, dtype: type, rows_P: np.ndarray, values_P: np.ndarray) -> np.ndarray:
-        """An array [T] with these values in these rows, and `value` in all other rows."""
+        """An array [T] with `values_P` at the indices `rows_P`, and `value` everywhere else."""
         filled_T: np.ndarray = np.full(self.shape_BS[0] * self.shape_BS[1], value, dtype=dtype)
         filled_T[rows_P] = values_P
         return filled_T
@@ -146,8 +146,8 @@ class _Places:
 
 def _packed_inputs(places: _Places, ids_N: np.ndarray, lengths_M: np.ndarray, padding: int) -> dict[str, Tensor]:
     """Token ids and positions. ids_N: the ids of all documents. Each document ends before its `stop_M`. All other
-    columns are padding, and the positions begin at 0 in each piece of padding. padding: the id of padding, which is a
-    token of the data. It is not id 0, whose embedding in Gemma 3n is zero, so that its gradient would not be finite.
+    columns are padding, and in each run of padding the positions begin at 0. padding: the id of padding, which is a
+    token of the data. It is not id 0, because Gemma 3n's embedding of id 0 is zero and has no finite gradient.
     """
     input_ids_T = places.filled(padding, np.int64, places.rows(lengths_M), ids_N)
     row_T = np.arange(len(input_ids_T))

@@ -20,7 +20,7 @@ from stillhouse.data.micro_batch import MicroBatch, StepMicroBatches
 from stillhouse.data.offsets import offsets_of
 from stillhouse.data.packed_rows import make_micro_batch
 
-#: the name of a run's teacher if it has only one
+#: the name of the teacher in a run with only one teacher
 SINGLE = ""
 
 
@@ -30,7 +30,7 @@ class PackedSequences:
     seed: determines the order of the sequences, and the order in which documents of equal length are packed.
     shuffle: False keeps the order of the documents and of the sequences (for evaluation).
     gaps: names of teachers in this job. The columns of a document also have room for the tokens that these teachers
-        read (see `packed_rows.py`). The name "" means a single teacher, whose inputs are in all micro-batches.
+        read (see `packed_rows.py`). The name "" is a run's only teacher; all micro-batches have its `teacher_inputs`.
     together: the name of a column. Documents share a sequence only if they have the same value in this column.
         Documents of different sets never share a sequence.
     weights: the share of each set in all tokens of the training. If it is None, every sequence is used once per
@@ -289,7 +289,8 @@ def weighted_order(
         raise ValueError(f"source number {empty[0] + 1} of the mixture has no documents to train on")
     rates = np.array([weight / tokens_S[of].mean() for weight, of in zip(weights, members, strict=True)])
     shares = rates / rates.sum()
-    # these counts are enough: no source is a whole sequence behind its share, so times end below total + len(weights)
+    # Up to time t, a source has at least t·share - 1/2 sequences. So the first `total` sequences of all sources come
+    # before the time total + len(weights), and these counts are enough up to this time.
     counts = np.ceil((total + len(weights)) * shares).astype(np.int64) + 1
     times = np.concatenate([(np.arange(count) + 0.5) / share for count, share in zip(counts, shares, strict=True)])
     sequences = []

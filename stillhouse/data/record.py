@@ -9,7 +9,7 @@ from typing import Any
 
 from stillhouse.display import escaped, name_list
 
-#: the maximum number of characters of a record: a tokenizer takes about 200 bytes of memory for each character
+#: the maximum number of characters of a record, because a tokenizer needs about 200 bytes of memory per character
 MAX_CHARACTERS = 4_000_000
 
 _NAMES = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
@@ -63,7 +63,7 @@ class TemplateSyntaxError(ValueError):
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object from its pairs. Raises ValueError for a repeated key, of which `json` takes the last value."""
+    """A JSON object from its pairs. Raises ValueError for a repeated key (`json` would keep the last value)."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
@@ -91,7 +91,7 @@ def column_value(fields: Mapping[str, Any], column: str) -> Any:
 
 
 def kept_value(fields: Mapping[str, Any], column: str, allowed: Collection[Any] | None) -> Any:
-    """The value of a column that is kept. Raises RecordError for null and for a value not in `allowed`, if given."""
+    """The value of a column to keep. Raises RecordError for null and for a value not in `allowed` (None: any)."""
     value = column_value(fields, column)
     if value is None:  # Parquet stores absent values as null
         raise RecordError(f"column '{column}' is null; expected a value in every record")

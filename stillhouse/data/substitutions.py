@@ -4,7 +4,7 @@ There are two kinds. A prefix is privileged context, such as the answer to a que
 the beginning of the document, or after the BOS if the document begins with a BOS. The second kind is for a teacher
 with another vision tower: the tokens that its processor makes for media replace the student's tokens of these media.
 
-All other tokens are the same for student and teacher. Only these tokens can be targets.
+All tokens outside of substitutions are the same for student and teacher. Only such tokens can be targets.
 
 D documents; P substitutions of all documents; N tokens of all substitutions; S tokens of one document.
 """
@@ -36,7 +36,7 @@ class Substitution:
 def piece_substitutions(
     prefixes: Mapping[str, Substitution], media: Mapping[str, Sequence[Substitution]], length: int, *, is_first: bool
 ) -> dict[str, list[Substitution]]:
-    """A piece's substitutions, by teacher. length: the piece's tokens. Only the first piece can begin with a BOS."""
+    """A piece's substitutions, by teacher. length: the piece's tokens. Later pieces have no BOS before the prefix."""
     substitutions = {name: [item] if is_first else [Substitution(0, 0, item.ids)] for name, item in prefixes.items()}
     for name, items in media.items():
         within = [replace(item, stop=min(item.stop, length)) for item in items]
@@ -112,7 +112,7 @@ class Substitutions:
     def rows(self, document: int, length: int) -> np.ndarray:
         """For each of the document's S rows, the teacher's row that predicts the same token, [S] int64. length: S.
 
-        Row i predicts token i + 1. If the teacher does not predict it, its row is -1, and the token is no target.
+        Row i predicts token i + 1. The result is -1 if no row of the teacher predicts this token, which is no target.
         """
         next_S = np.append(self.places(document, length)[1:], length + self.gains_D[document])
         return np.maximum(next_S, 0) - 1

@@ -130,7 +130,7 @@ def cached_documents(
 
 def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchanged: Callable[[], bool]) -> None:
     prefix = f".partial-{name[:32]}-"
-    for left in path.parent.glob(f"{prefix}*"):  # a killed process left it: no other process has the lock
+    for left in path.parent.glob(f"{prefix}*"):  # no other process has the lock, so a killed process left it
         shutil.rmtree(left)
     partial = path.parent / f"{prefix}{uuid.uuid4().hex}"
     partial.mkdir()
@@ -245,7 +245,7 @@ class DocumentWriter:
             io.BytesIO() if folder is None else (folder / f"{name}.bin").open("wb") for name in (TOKENS, TARGETS)
         ]
         self._media = MediaWriter(None if folder is None else folder / IMAGES)
-        # one entry per document
+        # each of these lists has one item per document
         self.sources: list[str] = []
         self._lengths, self._keys = list[int](), list[int]()
         self._values, self._records = list[list[Any]](), list[dict[str, Any]]()
@@ -309,5 +309,5 @@ class DocumentWriter:
     def close(self) -> None:
         self._media.close()
         for file in self._files:
-            if not isinstance(file, io.BytesIO):  # the arrays use the buffer of a BytesIO
+            if not isinstance(file, io.BytesIO):  # a BytesIO stays open, because the arrays use its buffer
                 file.close()

@@ -70,8 +70,8 @@ def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
 class IsolatedDecoder:
     """Calls `open_image` in a separate process with limits of time and memory.
 
-    Decoding a small file can take hours or all memory: a JPEG with thousands of scans, or a TIFF in which each row is
-    a tile with a million columns. A file that was decoded once within the limits can later be decoded without them.
+    Decoding a small file, such as a JPEG with thousands of scans or a TIFF in which each row is a tile with a million
+    columns, can take hours or all memory. A file that was decoded once within the limits needs no limits later.
     """
 
     def __init__(self, most_pixels: int | None = None):
@@ -106,7 +106,7 @@ def _write_pixels(pixels: mmap.mmap, most_pixels: int | None, data: bytes) -> by
 
 
 def require_size(width: int, height: int) -> None:
-    """Raise RecordError if an image's pixels, or the pixels that a processor makes of them, exceed the memory."""
+    """Raise RecordError for a size above MAX_PIXELS or MAX_ASPECT_RATIO, which could exceed the memory."""
     if width * height > MAX_PIXELS:
         raise RecordError(f"has {width:,} × {height:,} pixels: expected at most {MAX_PIXELS:,} in all")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
@@ -132,7 +132,7 @@ def _bounded(size: tuple[int, int], most_pixels: int | None) -> tuple[int, int]:
     if most_pixels is None or width * height <= most_pixels:
         return size
     factor = math.sqrt(most_pixels / (width * height))
-    # if one side has one pixel, the other side may have all pixels
+    # if one side is rounded up to one pixel, the other side must be limited, too
     width, height = (min(max(1, int(side * factor)), most_pixels) for side in size)
     return width, height
 

@@ -291,7 +291,7 @@ def _encoded(decoder: Decoder, arguments: Mapping[int, Mapping[str, Any]]) -> di
     """Return the tensors among the arguments of layers, each tensor once, and their places as a JSON text. Raises
     ProofError for a value of a type that can contain tensors but is neither a tensor nor a list of tensors.
     """
-    unique: dict[int, tuple[str, Tensor]] = {}  # the place and the tensor, by the tensor's identity
+    unique: dict[int, tuple[str, Tensor]] = {}  # the tensor's new name and the tensor, by its `id`
     places: dict[int, dict[str, Any]] = {}
     for number, layer_arguments in arguments.items():
         places[number] = {}
@@ -313,7 +313,7 @@ def _encoded(decoder: Decoder, arguments: Mapping[int, Mapping[str, Any]]) -> di
 
 
 def _decoded(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Any]]:
-    """Return the arguments of each layer from the result of `_encoded`, without values that have no tensors."""
+    """Return the arguments of each layer from the result of `_encoded`: tensors, tuples of tensors, and None."""
     arguments: dict[int, dict[str, Any]] = {}
     for number, places in json.loads(tensors[_ARGUMENTS].cpu().numpy().tobytes()).items():
         values: dict[str, Any] = {}

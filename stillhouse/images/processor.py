@@ -49,10 +49,10 @@ class _Layout(NamedTuple):
 
 
 class ImageProcessor:
-    """The processor of a student. `MediaProcessor` documents its methods.
+    """The processor of a model. `MediaProcessor` documents its methods.
 
-    kind: the name of this add-on in the registry. tokenizer: the student's tokenizer, which the processor must also
-    have. most_pixels: a larger image is scaled down to this number of pixels; there is no limit if it is None.
+    kind: the name of this add-on in the registry. tokenizer: the run's tokenizer, which must also be the
+    processor's. most_pixels: a larger image is scaled down to this number of pixels; there is no limit if it is None.
     template_is_set: whether the tokenizer's chat template was replaced by another template.
     """
 
@@ -255,7 +255,7 @@ class ImageProcessor:
         model = decoder.pretrained
         placeholders = {*self.placeholder_ids, *placeholder_ids(model)}
         for request in requests:
-            # `generate` would continue the positions of each axis separately from the image's last position
+            # `generate` would continue each axis from its own last position, and these differ at the end of an image
             if request.prompt_ids[-1] in placeholders:
                 raise ValueError(
                     f"request {request.number}: its prompt ends with an image: expected text behind it, such as the "

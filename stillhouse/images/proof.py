@@ -28,11 +28,11 @@ from stillhouse.models.vision_language import AXES, TOKEN_TYPES
 
 #: joins the images of several documents, as a micro-batch has them
 JoinImages = Callable[[Sequence[Mapping[str, Tensor]]], Mapping[str, Tensor]]
-#: the smallest relative change of a hidden state that proves that images are read; it is 0 if images are ignored
+#: the smallest relative change of a hidden state that proves that images are read; ignored images change nothing
 _CHANGED = 1e-4
 #: the error for a decoder that cannot run packed documents
 CANNOT_RUN = "{} cannot run packed documents with images"
-_PADDING = 3  # columns after the documents of the longer row
+_PADDING = 3  # the number of columns of padding in the longer row
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,9 @@ def _prove_packed(
         return model.packed(packed, join([document.images for document in members if document.images]))
 
     hidden_BSD, changed = run(documents), dict[int, Tensor]()
-    # all processes run all documents first, because any of them may raise an error below
+    # `run` is a collective, so it comes before the checks, which can raise an error on some processes only
     for number, document in enumerate(documents):
         if images := document.images.items():
-            # inverted and mirrored images
             inverted = {name: -value.flip(-1) if value.is_floating_point() else value for name, value in images}
             others = [*documents[:number], replace(document, images=inverted), *documents[number + 1 :]]
             if (changed_BSD := run(others)) is not None:
@@ -252,7 +251,7 @@ def _padded(name: str, parts: Sequence[Tensor], columns: int) -> Tensor:
 
 
 def _compare(hidden_SD: Tensor, expected_SD: Tensor, precision: torch.dtype, message: str) -> None:
-    """Raise PackingError for large errors. In half precision, use the median token: rounding can change experts."""
+    """Raise PackingError for large errors. In half precision, only the median counts: rounding can change experts."""
     errors_S, is_half = relative_errors(hidden_SD, expected_SD), precision.itemsize < torch.float32.itemsize
     compare(errors_S, PLACE_TOLERANCE[precision], message, PackingError, median=is_half)
 

@@ -75,7 +75,7 @@ def local_files(source: str | os.PathLike[str]) -> list[Path] | None:
 
 
 def require_source(source: str) -> None:
-    """Raise ValueError if the source is neither on this machine nor a hub id, or not a kind of file that is read."""
+    """Raise ValueError if `local_files` does, or if a source that is not on this machine cannot be a hub id."""
     if local_files(source) is None:
         _hub_id(os.path.expanduser(source))
 

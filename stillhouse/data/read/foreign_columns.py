@@ -30,7 +30,7 @@ _WITHOUT_INPUT = (
 
 
 class ForeignColumns(NamedTuple):
-    """Columns of another project: words for messages, and a function that adds Stillhouse's columns (RecordError)."""
+    """Columns of another project. words: a description. convert: adds Stillhouse's columns; raises RecordError."""
 
     words: str
     convert: Callable[[Fields], Fields]

@@ -160,7 +160,7 @@ def with_text_appended(message: Message, text: str) -> Message:
 
 
 def with_parts(message: Message) -> Message:
-    """The message with its content as a list of parts. Also "" becomes a part: some templates read the first part."""
+    """The message with its content as a list of parts, also for "", because some templates read the first part."""
     content = message.get("content")
     return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 

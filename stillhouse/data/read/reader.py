@@ -30,7 +30,7 @@ _KINDS = {
 
 
 class Reader(Protocol):
-    """Reads files with one suffix, such as jsonl: the name of the reader's entry point in `stillhouse.readers`."""
+    """Reads files with one suffix, such as jsonl. The suffix names its entry point in `stillhouse.readers`."""
 
     capabilities: ClassVar[tuple[str, ...]] = ()
 

@@ -9,7 +9,7 @@ tokenizes the same text. Special tokens are not part of the text. They are trans
     another special token                  the teacher's special token of the same name, else the name as text
 
 If the student's tokenizer puts no token before a text, every document counts as the beginning of a text. If a long
-text was split, a document may begin or end within a character. The bytes of this character have no counterpart, and
+text was split, a document can begin or end within a character. The bytes of this character have no counterpart, and
 the teacher does not read them.
 
 N bytes of a text, G spans.
@@ -61,7 +61,7 @@ class _Draft:
     """A document that is being translated.
 
     begins: whether the document begins at the beginning of a text, and not in the middle of it.
-    parts: for each part, the positions of the student tokens, and the part's text or the teacher's ids for it.
+    parts: each text and special token, as the positions of its student tokens, and the text or the teacher's ids.
     behind_space: see `AlignedDocument.begins`.
     """
 
@@ -101,7 +101,7 @@ class Aligner:
         self.student, self.teacher = TokenBytes(student), TokenBytes(teacher)
         self.teacher_of = np.full(1 + max(student.get_vocab().values()), ABSENT, dtype=np.int32)
         self.student_of = np.full(1 + max(teacher.get_vocab().values()), ABSENT, dtype=np.int32)
-        # the teacher's ids for each special token: within a text (True), and at the beginning of a text (False)
+        # the teacher's ids for each special token of the student: within a text (True), and at its beginning (False)
         self._special: dict[bool, dict[int, list[int]]] = {False: {}, True: {}}
         by_content = {content: [index] for index, content in self.teacher.special.items()}
         roles = [(self.student.bos, self.teacher.bos), (self.student.eos, self.teacher.eos)]
@@ -134,9 +134,9 @@ class Aligner:
         return self._with_first(self.first_of.copy(), self.teacher.bytes_of, inner=False)
 
     def _with_first(self, first_of: np.ndarray, indices: Collection[int], *, inner: bool) -> np.ndarray:
-        """Set `first_of` for the teacher's ids in `indices` whose tokens consist of whole characters: the student's
-        tokenizer tokenizes the token's text. The value is the first token of the result, or -1 if the result has
-        other bytes. Returns `first_of`.
+        """Tokenize the text of each teacher's token in `indices` with the student's tokenizer, and set `first_of` to
+        the first token of the result, or to -1 if the result has other bytes. Tokens that do not consist of whole
+        characters are left out. Returns `first_of`.
         """
         texts = {}
         for index in indices:

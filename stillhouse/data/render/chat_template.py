@@ -46,7 +46,7 @@ from stillhouse.data.render.tokenizers import encode, is_rendered
 from stillhouse.data.render.written_texts import Lost, is_refused
 from stillhouse.display import name_list
 
-#: if the template does not write a role, the error suggests those of these roles that the template writes
+#: the roles that are tried if the template does not write a message. The error suggests those that it writes
 ROLES = ("system", "developer", "user", "assistant", "tool")
 #: limits of processor time and memory for rendering one conversation
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30
@@ -88,10 +88,10 @@ class ChatTemplate(Template):
         tokenizer.get_chat_template()  # raises if there are several templates and no default
         self.tokenizer, self.columns, self.targets, self.processor = tokenizer, columns, targets, processor
         self.tools = tools
-        #: for `warnings`: the first prompt; the first conversation with tools, and the index of its first target
+        #: for `warnings`: the first prompt; the first conversation with tools, and its `first` for `_rendered`
         self._prompt_example: tuple[list[Message], Tools] | None = None
         self._tools_example: tuple[list[Message], Tools, int] | None = None
-        # A method of this object would make a reference cycle, and so keep this object and its process alive.
+        # `Isolated` gets no method of this object: a reference cycle would keep this object and its process alive.
         conversations = Conversations(tokenizer, targets, end_ids)
         self.isolated = Isolated(
             lambda request: json.dumps(conversations.answer(*json.loads(request))).encode(),
@@ -120,7 +120,7 @@ class ChatTemplate(Template):
             by_column = [messages_of(fields, column) for column in self.columns]
             require_targets(by_column[-1], self.columns[-1])
             messages = [message for column_messages in by_column for message in column_messages]
-            first = len(messages) - len(by_column[-1])  # the first message that may be a target
+            first = len(messages) - len(by_column[-1])  # the index of the first message that can be a target
         tools = tools_of(fields)
         if self.tools is not None:
             tools = self.tools if tools is None else require_among(tools, self.tools)

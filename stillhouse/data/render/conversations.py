@@ -62,8 +62,8 @@ class Turns:
     this header begins with an end-of-sequence token of the model, the token belongs to the turn that it ends.
 
     Two deviations are supported in turns before the last message. First, the generation prompt may open the thoughts
-    of a turn that has no thoughts in the whole conversation. Second, the template may write a text after the end
-    marker only in the last turn. Every other deviation raises ValueError.
+    of a turn that has no thoughts in `body`. Second, the template may write a text after the end marker only in the
+    last turn. Every other deviation raises ValueError.
     """
 
     text: Callable[[list[Message], bool], str]
@@ -113,7 +113,7 @@ class Turns:
         if shortened is None or complete is None:
             raise self._error(count, prompt)
         if not text_of(self.messages[count - 1]).strip():
-            # Before a tool call, templates write white space only if the content is not empty.
+            # With an empty content, templates write no white space before a tool call, so white space is ignored.
             shortened, complete = shortened.lstrip(), complete.lstrip()
         if not complete or not beginning.endswith(shortened) or not self.body.endswith(complete):
             raise self._error(count, prompt)
@@ -121,7 +121,7 @@ class Turns:
         if not complete.startswith(shortened):
             common = ""
             if count + prompt < len(self.messages) and prompt:
-                # between the content of message number `count` and the content of the next message
+                # the text between the content of message number `count` and the content of the next message
                 following, behind = self.messages[count], self.messages[count + 1 :]
                 empty: str | list[Any] = [] if isinstance(following.get("content"), list) else ""
                 turn = with_text_appended(following | {"content": empty}, ANCHOR)
@@ -200,8 +200,8 @@ class Conversations:
         self, messages: list[Message], tools: Tools, first: int | None
     ) -> tuple[str, list[Span], str, list[Lost], str, bool]:
         """Return the text, its target ranges from message `first` on, the token that ends the assistant's last turn
-        (see `Rendered.end`), the lost texts, the error ("" if there is none), and whether the error is a syntax error
-        of the template, which has the form of `TemplateSyntaxError.problem`.
+        (see `Rendered.end`), the lost texts, the error ("" if there is none), and whether the template has a syntax
+        error. The text of a syntax error has the form of `TemplateSyntaxError.problem`.
 
         first: None renders the messages without targets and without a generation prompt.
         """
@@ -219,8 +219,8 @@ class Conversations:
         return *answer, "", False
 
     def _in_a_form(self, messages: list[Message], tools: Tools, first: int | None) -> _Answer:
-        """Render the conversation in the first of three forms in which the template writes all texts: with unchanged
-        contents, with all contents as strings (parts joined, "" for a call without content), or all as parts.
+        """Render three forms of the conversation, until no content or call is lost: with unchanged contents, with all
+        contents as strings (parts joined, "" for a call without content), with all contents as lists of parts.
         """
         strings = [with_joined_parts(message) for message in messages]
         parts = [with_parts(message) for message in strings]

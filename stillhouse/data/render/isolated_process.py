@@ -43,7 +43,7 @@ class Isolated:
 
     def __call__(self, request: bytes) -> bytes:
         """The function's result. Raises LimitError if the process ends before it answers, or does not answer."""
-        # Two attempts: this process may have been stopped, too (Ctrl+Z), so that the first call had no time left.
+        # Two attempts, because the first one times out if both processes were stopped for a while (Ctrl+Z).
         for _ in range(2):
             messages, end = self._process or self._started()
             self._process, is_idle = None, False
@@ -65,7 +65,7 @@ class Isolated:
                 limit = f"the limit is {self.memory_bytes / 2**30:g} GiB of memory"
                 raise LimitError(f"its process ended with {how} ({limit})") from None
             finally:
-                if not is_idle:  # also after an interrupt, because the next call must not get this answer
+                if not is_idle:  # the process may still answer, and the next call must not get this answer
                     end()
             if self._process is not None:  # another thread has started another process
                 self._process[1]()

@@ -54,7 +54,7 @@ def template_for(
         raise ValueError(f"{kind}; {expected}; rename the columns in the data, because no key renames them")
     columns = forms[0]
     if columns == ("prompt",) and "completion" in fields:
-        # `Documents.keys_D` are hashes of these columns. They must be the same if only prompts are read.
+        # A document's key is a hash of these columns. It must not depend on whether the completion is read.
         columns = ("prompt", "completion")
     if _has_messages(columns, fields):
         return ChatTemplate(tokenizer, columns, targets, processor, tools, end_ids)

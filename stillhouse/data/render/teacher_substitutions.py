@@ -94,7 +94,8 @@ class PrefixTemplate:
         for ids, document in zip(tokenized, documents, strict=True):
             place = 0
             if bos is not None and bos_from is not None and document.ids[:1].tolist() == [bos]:
-                # a BOS of the prefix is removed, but a BOS that the tokenizer has put before the document is kept
+                # The prefix follows the document's BOS if the prefix has a BOS, too, which is then removed, or if the
+                # tokenizer has added the document's BOS.
                 place = int(ids[:1] == [bos] or bos_from == "tokenizer")
                 ids = ids[1:] if ids[:1] == [bos] else ids
             prefixes.append(Substitution(place, place, np.asarray(ids, dtype=np.int32)))

@@ -119,7 +119,7 @@ class TokenBytes:
             return [encoding.ids for encoding in backend.encode_batch(list(texts), add_special_tokens=False)]
 
     def adds_space(self, special: int | None) -> bool:
-        """Whether the tokenizer puts a space before a text that follows this special token, or nothing (None)."""
+        """Whether the tokenizer puts a space before a text after this special token (None: after no token)."""
         return self._adds_space if special is None else self._adds_space_after[special]
 
     def has_added_space(self, content: bytes) -> bool:

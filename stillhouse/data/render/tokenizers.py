@@ -95,8 +95,8 @@ def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: 
 
     The class that transformers chooses may replace parts of the file. For example, transformers 5.17 reads a
     byte-level file whose configuration names a Llama class as SentencePiece, and all spaces are lost. The space
-    before a text may differ (add_prefix_space). If the class only splits a text in other places, there is a warning,
-    because for some model types, transformers always applies the same rule and ignores the rule in the file.
+    before a text may differ (add_prefix_space). If the class only splits a text in other places, there is a warning
+    and no error, because for some model types, transformers always uses its own rule in place of the file's rule.
     """
     with reading(f"{path} cannot be read"):
         file_tokenizer = Tokenizer.from_file(path)
@@ -109,7 +109,7 @@ def require_tokens_of_file(what: str, tokenizer: PreTrainedTokenizerBase, path: 
         except ValueError:
             continue
         with reading(f"{what} cannot be used"):
-            # not with `tokenize`, which refuses characters that both tokenizers may leave out
+            # `tokenize` would raise an error for characters that both tokenizers leave out
             actual = tokenizer(text, add_special_tokens=False)["input_ids"]
         decoded = file_tokenizer.decode(expected).strip()
         is_same_text = file_tokenizer.decode(actual).strip() == decoded
@@ -170,7 +170,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: 
     else:
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None and isinstance(backend.model, BPE):
-            # byte-pair encoding leaves out characters if it has neither an unknown token nor tokens for all bytes
             if _is_of_bytes(backend):
                 leaves_out = not backend.model.unk_token and None in map(backend.token_to_id, _BYTES)
             else:

@@ -3,9 +3,9 @@
 The conversation is rendered a second time, with a mark in the middle of each text. If the second rendering without
 its marks equals the first one, a text counts as written if the second rendering has its mark between the two halves
 of the text. So a text that the conversation has twice must be written twice, and "4" is not found in "24". If the
-renderings differ, because the template reads the texts, each text must occur in the first rendering as often as in
-the conversation. A value of a call that is not a text, such as true, false or null, is replaced by a number for the
-second rendering, and counts as written if this number is written.
+renderings differ, because the template makes decisions from the texts, each text must occur in the first rendering as
+often as in the conversation. An argument of a call that is not a text, such as true, false or null, is replaced by a
+number for the second rendering, and counts as written if this number is written.
 """
 
 import json
@@ -97,7 +97,7 @@ def _lost_texts(render: Callable[[list[Message]], str], messages: list[Message],
         return _counted(marked.texts, body, set(range(len(marked.texts))))
     if match := _WITH_PART_KEY.search(rendered):
         return [Lost(int(match[1]), "'content'", "object")]
-    # in turns: a text, the number in a text's mark (or None), and the number in a value's mark (or None)
+    # triples: the text before a mark; the mark's number if it is a text's mark, else None; the same for a value
     pieces = _MARKED.split(rendered)
     between, argument_values = pieces[::3], pieces[2::3]
     numbers = [int(text or value) for text, value in zip(pieces[1::3], argument_values, strict=True)]
@@ -123,7 +123,7 @@ def _lost_texts(render: Callable[[list[Message]], str], messages: list[Message],
 
 
 def _is_around(text: _Text, before: str, behind: str) -> bool:
-    """Whether the halves of a text are around its mark, unchanged or as a string of JSON or Python."""
+    """Whether `before` ends with a text's first half, and `behind` begins with the second, unchanged or escaped."""
     mark = _MARK.format("")
     marked = f"{text.text[: text.half]}{mark}{text.text[text.half :]}"
     sides = (written.partition(mark) for written in chain([marked], _as_strings(marked)))
@@ -158,8 +158,8 @@ def _counted(texts: list[_Text], body: str, marked: set[int]) -> Iterator[Lost]:
 @dataclass
 class _Marked:
     """Puts a mark into each text of a conversation. texts: the texts in the order of the numbers in their marks. ids:
-    for each id of a call that contains the call's name, the id with the marked name, because Kimi's template writes
-    the id in place of the name.
+    Kimi's template writes a call's id, which contains the function's name, in place of the name. So `ids` maps
+    each such id to the id with the marked name.
     """
 
     texts: list[_Text] = field(default_factory=list)
@@ -195,7 +195,7 @@ class _Marked:
         return marked
 
     def _content(self, text: str, loss: Lost, is_assistant: bool) -> str:
-        """A content with marks. The assistant's texts between tags of thoughts have the kind "thought"."""
+        """Mark the texts of a content. The assistant's texts between tags of thoughts get the kind "thought"."""
         pieces = _MARKS.split(text)
         thought_marks = [mark if _OPENS.fullmatch(mark) or _CLOSES.fullmatch(mark) else "" for mark in pieces[1::2]]
         before, behind = (  # for each piece: the last tag of thoughts before it, and the next tag after it
@@ -209,7 +209,7 @@ class _Marked:
         return "".join(pieces)
 
     def _segment(self, text: str, loss: Lost) -> str:
-        """The text with a mark in its middle. White space around the text need not be written."""
+        """The text with a mark in its middle. The template need not write the white space around the text."""
         if not (core := text.strip()):
             return text
         half = len(core) // 2
@@ -237,7 +237,7 @@ class _Marked:
         return marked
 
     def _value(self, value: Any, loss: Lost) -> Any:
-        """A JSON value with marks in its texts, after the names in its objects, and in place of its other values."""
+        """Mark a JSON value: a mark goes into each text and after each key. A number replaces each other value."""
         if isinstance(value, str):
             return self._segment(value, loss)
         if isinstance(value, dict):
