@@ -42,7 +42,7 @@ class LoraBranch(nn.Module):
     If the layer's output is sharded over the tensor ranks (column parallel), the rows of B are sharded, too, and each
     rank has the full A. If the layer's input is sharded (row parallel), the columns of A are sharded, and each rank
     has the full B. Tensor ranks communicate only A x, [S, B, R] for each projection. With sequence parallelism, each
-    rank computes the gradient of the full matrix from its tokens, and Megatron-Core sums these gradients.
+    rank computes the gradient of its unsharded matrix from its own tokens, and Megatron-Core sums these gradients.
     """
 
     def __init__(self, layer: Any, rows: Sequence[tuple[str | None, int]], lora: Lora):
@@ -154,7 +154,7 @@ def _add_branch(
     path: the layer's name in the chunk.
     blocks: the blocks of the layer's weight.
     """
-    # experts and shared experts can communicate outside of their layers, which then return no finished output
+    # tensor ranks of (shared) experts can communicate outside of a layer; the layer's output is then incomplete
     if not isinstance(layer, ColumnParallelLinear | RowParallelLinear) or layer.explicit_expert_comm:
         raise ValueError(
             f"student.adapter: {path} is a {type(layer).__name__}, which cannot have a LoRA with parallel.engine: "

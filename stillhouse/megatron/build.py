@@ -1,4 +1,4 @@
-"""Builds a student, and a teacher in its stages, on Megatron-Core; compares their logits with those of transformers.
+"""Builds a student, and a teacher in the same stages, on Megatron-Core, and compares their logits with transformers.
 
 K depths of multi-token prediction (depth 0 is the model itself), B rows of several documents, S tokens per row, N
 documents, L columns of the longest document, D width, V vocabulary.
@@ -33,7 +33,7 @@ from stillhouse.parallel.run_layout import SCHEMES
 from stillhouse.parallel.stages import keep_layers
 from stillhouse.proofs.layouts import prove_heads
 
-#: for each row of the proof, the columns in which its documents begin, except the first; and the columns of a row
+#: the columns in which the documents of each row of the proof begin, without column 0; and the length of a row
 ENDS, TOKENS = ((7, 8), (19,)), 24
 #: the largest allowed error of a token's logits, relative to their norm, by the dtype of the weights
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -136,7 +136,7 @@ def _build_model(
         model_options["fp32_residual_connection"] = dtype != torch.float32 and layout.residual_dtype is None
         model_options |= RECOMPUTE if layout.recompute else {}
         if decoder.lora is not None:
-            # some of Transformer Engine's linear layers normalize their input first; the adapter needs this result
+            # some linear layers of Transformer Engine normalize their input; the adapter needs the normalized input
             model_options["transformer_impl"] = "local"
     try:
         has_experts = require_family(decoder.config).experts is not None

@@ -175,7 +175,7 @@ class Chunks:
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=models if len(models) > 1 else models[0],
             num_microbatches=len(batches),
-            # the next two arguments are read only if stages send no shapes; seq_length is that of all context ranks
+            # the next two arguments are read only if stages send no shapes; seq_length counts all context ranks
             seq_length=rows[0].ids_NL.shape[1] * parallel_state.get_context_parallel_world_size(),
             micro_batch_size=rows[0].ids_NL.shape[0],
             forward_only=not backward,
@@ -230,8 +230,8 @@ class _SchedulePass:
                 def set_current(gradient: Tensor) -> None:
                     balance.current = current
 
-                # set the loss again before the backward of the chunk's layers, because forward passes of other
-                # micro-batches may have run since then. The hook runs when the output's gradient arrives
+                # set the loss again before the backward of the chunk's layers, because other micro-batches may have
+                # run between this forward and its backward. The hook runs when the output's gradient arrives
                 output.register_hook(set_current)
         # the number of tokens (1) has no effect, because the loss is already divided by the step's normalizer. The
         # loss is cloned, because the schedule frees the returned tensor (deallocate_pipeline_outputs)

@@ -44,7 +44,7 @@ class MegatronEngine(Engine):
         Raises ValueError for an option that is not supported here.
         """
         super().__init__(student, objective, **options)
-        # a run whose configuration has these options is refused before its models are loaded
+        # only for direct callers: the configuration of a run with these options is refused before models are loaded
         others = [part.key for part in self.parts if not isinstance(part, (MtpLoss, RouterBalancing))]
         if self._train.optimizer != "adamw" or others:
             raise ValueError(

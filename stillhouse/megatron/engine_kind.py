@@ -1,4 +1,4 @@
-"""The entry `megatron` of `stillhouse.engines`: the capabilities of the engine, and the functions that build it.
+"""The entry point `megatron` in the group `stillhouse.engines`: the engine's capabilities, and how it is built.
 
 This file imports Megatron-Core only when a method is called.
 """
@@ -21,7 +21,7 @@ _NOTICES = (
     "full scope is deprecated",  # this scope is Megatron-Core's own default
     "MimoModelConfig is experimental",
     "When using (async grad allreduce|sequence parallelism) it is recommended",  # docs/megatron.md says this
-    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # experts are not sharded
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # true for experts
     r"`torch\.distributed\.\w+` is deprecated",
     r"The \.grad attribute of a Tensor that is not a leaf Tensor",  # Megatron-Core's optimizer reads .grad of shards
 )

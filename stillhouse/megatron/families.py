@@ -19,7 +19,7 @@ class UnsupportedModelError(ValueError):
     """Megatron-Core would not compute a model, or a model with this layout, as transformers does."""
 
 
-#: the part of a tensor in each dim. A number instead of a slice removes the dim
+#: an index of a part of a tensor: for each dim, a slice, or a number, which removes the dim
 Index = tuple[slice | int, ...]
 #: (part of the parameter, name in the full model, part of the full tensor)
 Piece = tuple[Index, str, Index]
@@ -51,7 +51,7 @@ class ShardedParameter:
         return slice(start, stop), *(slice(0, size) for size in self.shape[1:])
 
 
-#: a function that yields the pieces of a parameter, and the parameter's names in the full model
+#: a function that yields the pieces of a parameter, followed by the `ShardedParameter.names` that the function gets
 PieceRule = tuple[Any, ...]
 
 
@@ -78,7 +78,7 @@ def rows(parameter: ShardedParameter) -> Iterator[Piece]:
 def latent_rows(parameter: ShardedParameter) -> Iterator[Piece]:
     """Return the piece of a projection to latent vectors: this rank's rows or, with Transformer Engine, all rows.
 
-    `parameter.names`: the tensor's name, then keys of the configuration. The number of all rows is their values' sum.
+    `parameter.names`: the tensor's name, then configuration keys. The sum of their values is the number of all rows.
     """
     name, *sizes = parameter.names
     has_all = parameter.shape[0] == sum(getattr(parameter.config, size) for size in sizes)
@@ -234,7 +234,7 @@ def _qwen_experts(config: PreTrainedConfig) -> dict[str, Any]:
         raise not_exact(config, "num_experts_per_tok", 1, "2 or more with norm_topk_prob=True")
     return {
         "moe_router_score_function": "softmax",
-        # the softmax of the chosen logits equals the softmax of all logits after normalizing over the chosen experts
+        # with norm_topk_prob, the normalized probabilities of the chosen experts are the softmax of their logits
         "moe_router_pre_softmax": not config.norm_topk_prob,
         "moe_layer_freq": [int(is_sparse) for is_sparse in sparse],
     }

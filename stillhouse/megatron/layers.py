@@ -41,9 +41,9 @@ def _device(config: TransformerConfig) -> Any:
 class CausalAttention(nn.Module):
     """The core attention of a layer, with a window if the layer has one.
 
-    Context ranks gather the keys and values of all rows; backward reduces their gradients.
+    Each context rank gathers the keys and values of all context ranks; backward reduces their gradients.
     softcap: if it is not None, scores become softcap · tanh(scores / softcap). In gpt-oss (`softmax_type` learnable),
-    each head has an additional score without a value. With a softcap or additional scores, all probabilities are in
+    each head has an additional score without a value (a sink). With a softcap or sinks, all probabilities are in
     memory at once.
     """
 
@@ -137,7 +137,7 @@ class CausalAttention(nn.Module):
         return output_BHSC.permute(2, 0, 1, 3).flatten(2)
 
     def _eager(self, query_BHSC: Tensor, key_BHKC: Tensor, value_BHKC: Tensor, mask_SK: Tensor) -> Tensor:
-        """Return attention by the operations of transformers' eager attention, also for fewer heads of keys."""
+        """Return attention as transformers' eager attention computes it. Keys may have fewer heads than queries."""
         groups = query_BHSC.shape[1] // key_BHKC.shape[1]
         key_BHKC, value_BHKC = (heads.repeat_interleave(groups, dim=1) for heads in (key_BHKC, value_BHKC))
         scores_BHSK = query_BHSC @ key_BHKC.transpose(2, 3)
@@ -155,8 +155,8 @@ class LatentAttention(MLASelfAttention):
     """Multi-head latent attention whose gradients are exact under tensor parallelism.
 
     All heads use the same rotated part of the keys, so the heads of a tensor rank give only a part of its gradient.
-    Megatron-Core's local layers do not sum these parts. This class shards the projection's output over tokens again,
-    as Transformer Engine does, so the backward of the gather that follows sums the parts.
+    Megatron-Core's local layers do not sum these parts. This class gathers the rows of the down projection's output
+    and shards it over tokens, as Transformer Engine does. The backward of the later gather of tokens sums the parts.
     """
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stillhouse.megatron.families import Family, UnsupportedModelError, head_width, not_exact, require_family
 
-#: settings for which only one value is exact. Some families also allow other values
+#: settings that must have this value if they are present; some families are exempt (`_require_exact`)
 _ONLY: Mapping[str, Any] = {
     "hidden_act": "silu",
     "hidden_activation": "gelu_pytorch_tanh",
@@ -99,7 +99,7 @@ def transformer_config(
         "masked_softmax_fusion": False,
         # gloo has no batched sends and receives
         "batch_p2p_comm": torch.cuda.is_available(),
-        # the weights are loaded, so they are only allocated
+        # weights are allocated without values, because their values are loaded later
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,
     }
@@ -302,7 +302,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 @contextmanager
 def refused_settings() -> Iterator[None]:
-    """Convert an error of Megatron-Core to ValueError: it refuses settings, or a library for a setting is missing."""
+    """Convert Megatron-Core's errors for settings that it refuses, and for missing libraries, to ValueError."""
     try:
         yield
     except (AssertionError, ImportError, ValueError) as error:

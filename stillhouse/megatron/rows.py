@@ -82,7 +82,7 @@ class MegatronRows:
             return self.rows.pack(hidden_NLD[: len(self.rows.index_NL), :columns])
         hidden_KND = gather_from_sequence_parallel_region(hidden_NLD.transpose(0, 1).contiguous(), group=group)
         place_BS = self.rows.place_T.view(self.rows.shape_BS).chunk(group.size(), dim=1)[group.rank()]
-        # the places of a row's columns in the gathered chunks
+        # where_K[k] is the place of a row's column k among the gathered columns
         columns_K = torch.cat([columns_L for columns_L, _ in _places(self.documents)])
         where_K = columns_K.argsort().to(place_BS.device)
         index_BS = where_K[place_BS % columns] * len(hidden_NLD) + place_BS // columns

@@ -298,7 +298,7 @@ class MegatronState:
                 if len(places := (~entry.values(kind).isfinite()).nonzero()):
                     first = torch.tensor(entry.elements.start + int(places[0]))
                     element = torch.unravel_index(first, entry.parameter.shape)
-                    names.append(entry.key[1])  # the name for padding, which is in no block
+                    names.append(entry.key[1])  # this name stays for padding, which is in no block
                     for block in entry.blocks:
                         bounds = zip(index_key(block.local), element, strict=True)
                         if all(start <= at < stop for (start, stop), at in bounds):

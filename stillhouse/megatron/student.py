@@ -82,7 +82,7 @@ class MegatronStudent(DistributedStudent):
         return ((f"{number}.{name}", parameter) for (number, name), parameter in self.student.named_parameters())
 
     def initialize_adapter(self, seed: int, *, fresh: bool = True) -> None:
-        """Initialise the adapter's matrices on this rank, before the optimizer is created, which copies them."""
+        """Initialise the adapter's matrices on this rank. Must precede the optimizer, which copies them."""
         matrices = self.student.matrices.items()
         self.student.set_adapter((name, initial_matrix(name, shape, seed, fresh=fresh)) for name, shape in matrices)
 
@@ -141,7 +141,7 @@ class MegatronStudent(DistributedStudent):
         return results, [named for loss in losses for named in loss.losses()]
 
     def _run(self, inputs: Sequence[StageInputs], **options: Any) -> list[Any]:
-        """Run the student. If a signal is `InStage`, first run the teacher; its hidden states replace the signal."""
+        """Run the student. If a signal is a placeholder (`InStage`), first run the teacher to get the real signal."""
         signals: list[dict[str, Any]] = [dict(entry.signals) for entry in inputs]
         name = next((name for name, signal in signals[0].items() if isinstance(signal, InStage)), None)
         if name is not None:

@@ -289,7 +289,7 @@ def load_from_source(
 ) -> dict[Key, Tensor]:
     """Load the weights of this rank's chunks. A collective of all ranks.
 
-    decoder: the full model without values. After the call, transformers saves it with the tensor names of the files.
+    decoder: the full model without values. After the call, transformers saves it under the source's tensor names.
 
     Returns the unrounded values of rounded weights. Raises one of `LOAD_ERRORS` on all ranks, for example for weights
     that are missing or not finite.
@@ -358,7 +358,7 @@ def copy_tensors(
 
 def _allocate_zeros(parameter: Tensor) -> None:
     storage = parameter.untyped_storage()
-    if not storage.nbytes():  # other parameters may share a storage with memory
+    if not storage.nbytes():  # a storage with memory may belong to several parameters, so it is not resized
         storage.resize_(parameter.numel() * parameter.element_size())
     parameter.zero_()
 
@@ -385,7 +385,7 @@ def _shard(
     tied = decoder.shared_names()
     for name, parameter in list(decoder.named_parameters()):
         whole = parameter.detach()
-        # a tensor stays whole if this rank needs no part of it, or needs more than any shard along one axis
+        # a tensor stays whole if this rank needs no part of it, or if no shard along one axis contains its blocks
         shards = [whole]
         for dim, bounds_of in enumerate(zip(*bounds[shared.get(name, name)], strict=True)):
             start, stop = min(first for first, _ in bounds_of), max(last for _, last in bounds_of)

@@ -4,8 +4,8 @@ W x becomes W x + (alpha / r) B A x, where A is [r, inputs] and B [outputs, r] (
 peft's LoRA layers replace the linear layers, and the adapter's files have peft's format. peft is an optional
 dependency, so a function imports it only when it needs it.
 
-A server also adds the layers of a LoRA, whose weights another process trains. The server reads the LoRA's options
-from adapter_config.json (`LoraOptions`) and refuses options for which `add_lora` would make other layers.
+An inference server can also add LoRA layers, for weights that another process trains. The server reads the options
+from adapter_config.json (`LoraOptions`), and refuses options for layers that `add_lora` does not make (such as DoRA).
 """
 
 import copy
@@ -89,7 +89,7 @@ def add_lora(
 
     model = decoder.pretrained
     names = target_names(decoder, targets)
-    # adapter files usually contain only the last parts of the names, which is exact if they select the same modules
+    # as usual in adapter files, write only the last parts of the names, unless these would select further modules
     last_parts = {name.rpartition(".")[2] for name in names}
     selected = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
     config = LoraConfig(
@@ -240,7 +240,7 @@ def target_names(decoder: Decoder, targets: str | list[str]) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module returns a linear layer's output. Some subclasses do not (Llama 4's router)."""
+    """Return whether a module is a linear layer that returns only its output tensor (unlike Llama 4's router)."""
     if not isinstance(module, nn.Linear | Conv1D):
         return False
     if type(module).forward in (nn.Linear.forward, Conv1D.forward) or is_quantized(module.weight):
@@ -281,7 +281,7 @@ class LoraOptions:
     @classmethod
     def of(cls, content: bytes) -> "LoraOptions":
         """Return the options in the content of adapter_config.json. Raises ValueError if the content describes no
-        LoRA, or other layers than `add_lora` makes, and if peft is not installed.
+        LoRA, or a LoRA with other layers than `add_lora` makes, or if peft is not installed.
         """
         if importlib.util.find_spec("peft") is None:
             raise ValueError("an adapter needs peft, which is not installed; pip install 'stillhouse[lora]'")

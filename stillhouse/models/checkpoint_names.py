@@ -40,7 +40,7 @@ def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
 
 
 def saved_names(decoder: Decoder) -> dict[str, str]:
-    """Return, for each tensor's name in a full decoder, its name in the transformers model, without conversions."""
+    """Return a dict that maps a full decoder's tensor names to the names in the transformers model, not in files."""
     names = (name for name in decoder.state_dict() if name.partition(".")[0] not in decoder.layer_losses)
     return {name: checkpoint_names(decoder, name)[0] for name in names}
 
@@ -59,7 +59,7 @@ class StoredNames:
         # transformers adds or removes the prefix of the backbone only for names that have a value in this dict
         names: dict[str, Any] = dict.fromkeys(map(base_name, model.state_dict()), True)
         self._stored: dict[str, str] = {}
-        # for the name of a conversion's first result, the (stored name, pattern) of each source
+        # maps the name of a conversion's first result to (stored name, pattern) of each tensor that it converts
         self._groups: dict[str, list[tuple[str, str]]] = {}
         for key in sorted(stored, key=dot_natural_key):
             prefix = model.base_model_prefix
@@ -107,8 +107,8 @@ def save_as(model: PreTrainedModel, loaded: PreTrainedModel) -> None:
 def parts_of_stack(decoder: Decoder, name: str) -> list[str]:
     """Return the names, in files, of the tensors that form the stack `name`, with a * for the expert's number.
 
-    A file has one tensor per expert; a model has one stacked tensor. The list is empty if `name` is not a stack. If
-    there are two names (gate and up projection), an expert has the rows of the first, then of the second tensor.
+    A file has one tensor per expert; a model has one tensor of all experts, the stack. If `name` is no stack, the
+    list is empty. Of two names (gate and up projection), the first one's rows come first in an expert's matrix.
     """
     for conversion in get_model_conversion_mapping(decoder.pretrained):
         target = conversion.target_patterns[0]

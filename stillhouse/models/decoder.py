@@ -62,7 +62,7 @@ class Decoder(nn.Module):
     backbone_name: str  # the backbone's name in `pretrained`
     head: Head | PassThrough
     packing: Packing  # the way in which documents are packed; a proof replaces a way that is not exact
-    rows: UnpackedRows | JoinedRow | None  # the rows in the running backbone; None if they are the micro-batch's
+    rows: UnpackedRows | JoinedRow | None  # the rows that the backbone now runs; None for the micro-batch's own rows
     tied: bool  # whether the head and the input embedding share one weight
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
     lora: "Lora | None" = None  # describes the adapter that `add_lora` has added
@@ -275,7 +275,6 @@ class Decoder(nn.Module):
 
     @property
     def width(self) -> int:
-        """The width of the hidden states."""
         return int(text_config(self.config).hidden_size)
 
     @property
@@ -324,7 +323,7 @@ class Decoder(nn.Module):
         """Keep a pipeline stage's part: remove the head and the MTP layers from a stage that is not the last one.
 
         Embedding and head stay tied only on a stage that has the embedding and the head. A last stage with MTP layers
-        has them, because it has a copy of the embedding.
+        has both, because it has a copy of the embedding.
         """
         if not last:
             self.head, self.mtp = PassThrough(), None

@@ -95,7 +95,7 @@ class UnpackedRows:
         document_T = document_starts(position_ids_BS).cumsum(0) - 1
         start_N, length_N = lengths.borders_M[:-1].long(), lengths.borders_M.diff().long()
         filled_F, number_F = lengths.filled_K, torch.arange(len(lengths.filled), device=start_N.device)
-        # for each place in the rows, its document and its column in the document; for each document, its first place
+        # document_NL, column_NL: each place's document, and column in it; offset_F: each document's first place
         if widths is None:
             column_L = torch.arange(-(-max(lengths.filled) // multiple) * multiple, device=start_N.device)
             document_NL, column_NL, offset_F = number_F[:, None], column_L[None], number_F * len(column_L)
@@ -174,7 +174,7 @@ class Packing:
     activations: see `PackedAttention`.
     name: the way that is used.
     reason: why an earlier way was refused; None if no way was refused.
-    attention: the attention functions; each way is first tried with variable-length attention, if it is possible.
+    attention: the attention functions. If variable-length attention is possible, each way is first tried with it.
     is_sharded: whether context parallelism shards the documents.
     reads_media: whether `prove_images` has proven the present way for documents with images.
 
@@ -244,7 +244,7 @@ class Packing:
         self._advice, self.is_sharded = _ADVICE_WITHOUT_ROWS, True
 
     def _use_next(self, error: PackingError | None) -> None:
-        """Use the first way that neither `error`, for the present way, nor the model's code (`_refusal`) refuses."""
+        """Drop the present way if there is an error; then use the first way that `_refusal` does not refuse."""
         while error := error or _refusal(self._model, self.name, takes_positions=self.takes_positions):
             if self.reason is None:
                 self.reason = str(error)

@@ -37,12 +37,12 @@ _HEAD_WIDTHS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
 _ROTARY_BY_LENGTH = ("longrope", "dynamic")
 #: the ids of placeholder tokens of images, videos and audio
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
-#: parts of the names of modules that choose experts, which are plain linear layers in some families
+#: parts of the names of routers, which choose experts. In some families, a router is a plain linear layer
 ROUTERS = {"gate", "gating", "router", "shared_expert_gate"}
 #: the names of attributes with a probability of dropout, or with the size of a router's noise
 NOISE = re.compile(r"\w*drop\w*|\w*jitter_noise")
-#: the attribute with the noise of a router that samples experts in train mode. The router reads this attribute in
-#: eval mode, too, so the noise is removed by eval mode, not by setting the attribute to 0
+#: an attribute of routers that sample experts in train mode. It also changes their results in eval mode, so it must
+#: not be set to 0; eval mode removes the noise instead
 SAMPLING = "router_jitter_noise"
 
 
@@ -248,7 +248,7 @@ class LogitRule:
 
 
 def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
-    """Return the model's router classes that have an auxiliary loss in transformers and return logits first."""
+    """Return the model's router classes with an auxiliary loss in transformers, whose first output is the logits."""
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     if not isinstance(recorded, OutputRecorder) or recorded.index:
         return ()

@@ -35,7 +35,7 @@ def evaluating(*modules: nn.Module) -> AbstractContextManager[None]:
 
 
 def noise_of(model: nn.Module) -> list[str]:
-    """Return the names of dropout modules and of attributes with noise that are not 0, in modules in train mode."""
+    """Return the names of dropout modules and of noise attributes whose value is not 0, in modules in train mode."""
     return sorted({path.removesuffix(".default").rpartition(".")[2] for path, _, _ in _noise(model)})
 
 

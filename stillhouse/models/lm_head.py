@@ -47,7 +47,7 @@ class Head(nn.Module):
         self.shard: VocabShard | None = None  # this process's vocabulary rows, if the weight is sharded
 
     def tensors(self) -> OutputHead:
-        """Return the `OutputHead` for the objective. Gradients reach the layer's weight and bias, which it has."""
+        """Return the `OutputHead` for the objective. It has the layer's own weight and bias, which get gradients."""
         weight_VD, bias = local(self.linear.weight), local(self.linear.bias)
         return OutputHead(weight_VD, bias, scale=self.rule.scale, softcap=self.rule.softcap, shard=self.shard)
 

@@ -246,7 +246,8 @@ def prove_hidden(
     """Check a decoder's hidden states, as `Subject.exchanged` and `Subject.whole_rows` return them.
 
     precision: the dtype of the matrix products, which determines the rounding; by default the hidden states' dtype.
-    training: whether the decoder was in train mode, where noise differs between the places in a row.
+    training: whether the decoder was in train mode. If so, hidden states at different places are not compared,
+        because their noise differs.
 
     Raises ProofError for a model that is not causal. Raises PackingError if documents in a row see each other, if a
     document's place in its row changes its hidden states, or if variable-length attention gives other hidden states
@@ -302,7 +303,7 @@ def _prove_separation(
     thirds = [(row, slice(probe.starts_B[row], end)) for row in range(_THIRD.start, _THIRD.stop)]
     states = ModelFacts(model.config).layers_with_state
     layers = f" and layers that mix tokens without attention ({name_list(states)})" if states else ""
-    # if the rows are joined to one row, only row 0 has no other document before it
+    # causality is checked only in the first document of row 0: in joined rows, documents precede all others
     before = [(0, beginnings[0][1][0])]
     behind = [*((row, part) for row, parts in beginnings for part in parts), *thirds]
     not_causal = (

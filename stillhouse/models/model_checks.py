@@ -78,8 +78,8 @@ def prefixed(what: str, kind: type[ValueError] = ValueError) -> Iterator[None]:
 def check_finite_weights(module: nn.Module, which: str) -> None:
     """Raise ProofError, naming the first tensor that contains a NaN or an infinity.
 
-    Each process checks only its own shard of a sharded tensor. `quantized.py` has checked the files of quantized
-    weights. Persistent buffers may contain infinities, because some are limits (Gemma 4).
+    Each process checks only its own shard of a sharded tensor. Quantized weights are not checked here, because
+    `quantized.py` checks their files. Persistent buffers may contain infinities, because some are limits (Gemma 4).
     """
     unsaved = unsaved_buffers(module)
     stored = {name for name, _ in module.named_buffers()} - {*unsaved}

@@ -260,7 +260,7 @@ def _buffers_after(
         tensor._is_hf_initialized = True
     for part in model.modules():
         part._is_hf_initialized = False
-    # a family may initialise every layer of its backbone (Falcon-H1), but layers of other pipeline stages are absent
+    # hide placeholders for layers of other pipeline stages from families that initialise all layers (Falcon-H1)
     lists = [(part, part._modules) for part in model.modules() if isinstance(part, nn.ModuleList)]
     for part, layers in lists:
         part._modules = {name: layer for name, layer in layers.items() if not isinstance(layer, PassThrough)}

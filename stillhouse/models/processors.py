@@ -95,7 +95,7 @@ class Targets:
         return replace(self, mtp_targets=tuple(mtp_targets))
 
     def rows(self, index_T: Tensor) -> Self:
-        """Return the targets of the rows with these numbers, such as a context shard's, at every depth."""
+        """Return the targets of the rows with these numbers, such as the rows of a context shard, at every depth."""
         taken = self._changed(lambda value: value.rows(index_T) if isinstance(value, Signal) else value[index_T])
         return replace(taken, mtp_targets=tuple(targets.rows(index_T) for targets in self.mtp_targets))
 
@@ -186,9 +186,9 @@ def hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, dept
 def replicated_hidden(hidden_states: Tensor, head: OutputHead) -> Tensor:
     """Return hidden states for a computation that all ranks of a sharded vocabulary repeat, such as a value head.
 
-    With sequence parallelism, the backward of the gather sums the gradients of these ranks
-    (`VocabShard.reduce_hidden_grad`). After a repeated computation, every rank already has the full gradient, so a
-    hook divides it by the number of ranks.
+    With sequence parallelism (`VocabShard.reduce_hidden_grad` False), the backward of the gather sums the gradients
+    of these ranks. After a repeated computation, every rank already has the full gradient, so a hook divides it by
+    the number of ranks.
     """
     shard = head.shard
     if shard is None or shard.is_alone or shard.reduce_hidden_grad:

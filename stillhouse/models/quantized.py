@@ -278,7 +278,7 @@ def round_to_float8(model: PreTrainedModel) -> None:
             granularity=PerRow(),
             activation_value_lb=_LEAST,  # torchao would divide a row of zeros by 0
             kernel_preference=KernelPreference.TORCH,
-            set_inductor_config=False,  # they are global, and the objective is compiled with other settings
+            set_inductor_config=False,  # these settings are global, and the objective is compiled with others
         )
         quantize_(model, configuration, filter_fn=lambda module, name: id(module) in rounded)
     deviation_N = (before_NV - before_NV.mean(-1, keepdim=True)).norm(dim=-1)

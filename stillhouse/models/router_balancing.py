@@ -98,7 +98,7 @@ class RouterBalance(LayerLossModule):
         return with_value
 
     def require_losses(self, names: list[str], layer: nn.Module, _: tuple[Any, ...], __: Any) -> None:
-        """Forward hook of a layer: raise ValueError if one of its routers has no loss, because it was not called."""
+        """Forward hook of a layer: raise ValueError if a router of the layer was not called and so has no loss."""
         for name in names if self.is_active and not self.current.recomputing else ():
             if name not in self.current.value.losses:
                 raise ValueError(

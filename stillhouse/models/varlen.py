@@ -97,7 +97,7 @@ def refusal_of_model(model: PreTrainedModel) -> str | None:
 
 
 def text_part(config: PreTrainedConfig) -> str | None:
-    """Return the key of the language model's configuration in a larger model's configuration, or None without it."""
+    """Return the key under which `config` has the language model's configuration, or None without such a key."""
     text = text_config(config)
     keys = () if text is config else config.sub_configs
     return next((key for key in keys if getattr(config, key, None) is text), None)
@@ -168,7 +168,7 @@ def attention(
     unsupported = [name for name in _UNSUPPORTED if options.get(name) is not None]
     unsupported += ["dropout"] if dropout else []
     unsupported += [] if getattr(module, "is_causal", True) and is_causal is not False else ["is_causal=False"]
-    # torch would compile the check for each layer number; the proof of compiled layers also runs them uncompiled
+    # torch would compile this check for each layer number; the proof also runs the layers uncompiled, with this check
     if not torch.compiler.is_compiling():
         unsupported += _unsupported_windows(module, options)
     if unsupported:
@@ -189,7 +189,7 @@ def attention(
 def attend_padded(
     query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, cu_seqlens_M: Tensor, longest: int, **options: Any
 ) -> Tensor:
-    """Return the result of `attend` for heads of any width up to `WIDEST`, where values can have another width."""
+    """Return the result of `attend` for heads of any width up to `WIDEST`. Values may differ from keys in width."""
     width = -(-max(query_THD.shape[-1], value_TGD.shape[-1]) // _MULTIPLE) * _MULTIPLE
     if width > _WIDEST_BACKWARD:
         width = WIDEST

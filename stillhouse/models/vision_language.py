@@ -157,8 +157,8 @@ def model_media(model: PreTrainedModel, backbone: nn.Module, images: Mapping[str
 
 
 def read_token_inputs(backbone: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs without the tokens' kinds (`TOKEN_TYPES`) that the backbone's forward does not accept.
-    Processors return kinds even if only the positions depend on them.
+    """Return the inputs. Kinds of tokens (`TOKEN_TYPES`) are omitted if the backbone's forward does not accept them:
+    processors return kinds even if only the positions depend on them.
     """
     named = inspect.signature(backbone.forward).parameters
     return {name: value for name, value in inputs.items() if name not in TOKEN_TYPES or name in named}
@@ -167,8 +167,8 @@ def read_token_inputs(backbone: nn.Module, inputs: Mapping[str, Any]) -> dict[st
 def model_positions(position_ids_BS: Tensor, axes_BSA: Tensor | None, *, separates: bool) -> Tensor:
     """Return the positions that the backbone gets: [B, S], or [A, B, S] for several axes.
 
-    separates: whether the backbone separates documents by the text positions. In this case, several axes follow the
-    text positions, [1 + A, B, S].
+    separates: whether the backbone separates documents by the text positions. If so, the text positions precede the
+        A axes in the result, which is [1 + A, B, S].
     """
     if axes_BSA is None:
         return position_ids_BS

@@ -176,7 +176,7 @@ def _ranges(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
     file.seek(0)
-    # ranges of at most this length are sampled completely, so the samples cover the header
+    # the header is divided into ranges of this length, because their samples cover all of their bytes
     step = _SAMPLES * _SAMPLE_BYTES
     yield from ((first, min(first + step, header_stop)) for first in range(0, header_stop, step))
     yield from ranges
