@@ -227,7 +227,7 @@ class Engine(ABC):
         return add_up(self.student.ranks.gather(sums))
 
     def _held_out_objective(self, signals: Sequence[Signals], divergence: Divergence) -> ObjectiveSpec:
-        # over all micro-batches, because a micro-batch has no signal of a teacher that scores none of its documents
+        # use all micro-batches, because a micro-batch has no signal of a teacher that scores none of its documents
         named = {
             name: signal.signal if isinstance(signal, RoutedSignal) else signal
             for teacher_signals in signals
@@ -256,7 +256,7 @@ class Engine(ABC):
         The list is empty on processes without results (see `StepOutput.outputs`).
 
         processor: its argument `context` is a `DistillTargets`.
-        parts: the losses inside layers. The MTP layers run only if there is an `MtpLoss`.
+        parts: the losses inside layers. The MTP layers run only if one of them is an `MtpLoss`.
         """
         with evaluating(*self.student.decoders):
             results = self.student.forward(self._inputs(micro_batches, signals, processor, parts))

@@ -1,6 +1,6 @@
-"""The losses that are added to the objective, as entries of the group `stillhouse.parts`: keys and rules, no torch.
+"""The entries of the group `stillhouse.parts`: keys and rules of the losses that are added to the objective.
 
-The losses are in `engine/losses/`, and their hooks in the student's layers are in `models/`.
+The losses, which need torch, are in `engine/losses/`. Their hooks in the student's layers are in `models/`.
 
 The configuration reads the entries while its sections are defined, so this module imports no section at its top.
 """

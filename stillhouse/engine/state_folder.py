@@ -46,7 +46,7 @@ def read_in_place(folder: Path, tensors: dict[str, Any]) -> None:
 
 @contextmanager
 def without_distributed_warning() -> Iterator[None]:
-    with warnings.catch_warnings():  # a single process is intended
+    with warnings.catch_warnings():  # torch warns about no_dist=True, which is intended
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 

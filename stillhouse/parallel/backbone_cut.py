@@ -8,7 +8,7 @@ Two runs of the backbone prove this. Recorders replace the layers. The first run
 stage. The second run gets hidden states and lacks the parts of other stages, as on later stages. The backbone must
 pass each layer's output to the next layer. All other arguments of the layers must be equal in both runs, and must not
 depend on embeddings or on other layers. In the two runs, the backbone lacks the parts outside the language model,
-such as a vision tower, which only the first stage has. Another proof covers these parts.
+such as a vision tower, which only the first stage has. `images/proof.py` proves these parts.
 
 B rows, S columns, D width.
 """
@@ -47,7 +47,7 @@ class BackboneCut:
     last: the parts with weights that run after the last layer.
     beside: the parts outside the language model, which only the first stage has: vision towers and projectors.
     returns_tuple: whether the backbone reads a layer's output as a tuple that begins with the hidden states.
-    states: the number of each layer that reads keys and values of an earlier layer → the number of the earlier layer.
+    states: maps the number of each layer that reads an earlier layer's keys and values to the earlier layer's number.
     """
 
     embedding: str
@@ -96,7 +96,7 @@ def is_cuttable(config: PreTrainedConfig) -> bool:
 def continue_with_received(backbone: nn.Module, first_layer: nn.Module) -> None:
     """Let the first layer of a backbone, or its `AbsentLayer`, read the `inputs_embeds` of the backbone unchanged.
 
-    A forward with token ids does not change. Only a last stage that has the embedding can get token ids.
+    A forward with token ids does not change. Only a last stage that has the embedding can get token ids (in a proof).
     """
     received: list[Tensor | None] = []
 
@@ -184,7 +184,7 @@ def remove_part(backbone: nn.Module, path: str) -> None:
 
 
 class _AbsentEmbedding(nn.Module):
-    """Replaces an embedding of positions. Returns zeros, because the model adds them to the hidden states."""
+    """Replaces an embedding of positions. Returns zeros, which have no effect when the model adds them."""
 
     def __init__(self, embedding: Any):
         super().__init__()
@@ -342,8 +342,8 @@ class _RandomEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, run: RecordedRun):
         super().__init__()
         self.run = run
-        # some backbones read the padding token's row. All rows share one stored number, which transformers could not
-        # initialise
+        # some backbones read the padding token's row. All rows share one stored number, so transformers must not
+        # initialise the weight
         weight: Any = torch.zeros((), dtype=embedding.weight.dtype).expand(embedding.weight.shape)
         weight._is_hf_initialized = True
         self.weight = weight

@@ -109,7 +109,7 @@ def _remove_all(module: nn.Module, embedding: nn.Module) -> None:
     """Remove the parts of a backbone. Modules that contain the embedding stay, so that transformers finds it."""
     for name, _ in list(module.named_parameters(recurse=False)):
         delattr(module, name)
-        setattr(module, name, torch.empty(0))  # transformers initializes this attribute with the buffers
+        setattr(module, name, torch.empty(0))  # transformers accesses this attribute when it initializes buffers
     for name, child in list(module.named_children()):
         if child is not embedding and any(part is embedding for part in child.modules()):
             _remove_all(child, embedding)
@@ -173,7 +173,7 @@ def _plan_stages(
         return HiddenSize(decoder.width, residual_dtype or decoder.pretrained.get_input_embeddings().weight.dtype)
 
     teacher_residual = layout.residual_dtype if is_base else None
-    # a frozen weight has no gradient to sum
+    # the gradients of embedding and head are summed only if their common weight is trained
     tied = student.tied and student.output_weight.requires_grad
     return StagePlan(
         stages,
@@ -193,7 +193,7 @@ def _distributed(
     student_source: ModelSource,
     teacher_source: ModelSource | None,
 ) -> TeacherStudentPair:
-    # this freezes the teacher
+    # `TeacherStudentPair` freezes the teacher
     pair = TeacherStudentPair(
         student, teacher, teacher_is_base=student_source.teacher_is_base, keep_gathered=layout.stages > 1
     )
@@ -202,7 +202,7 @@ def _distributed(
         for decoder, source in ((student, student_source), (teacher, teacher_source)):
             if decoder is None or source is None:
                 continue
-            # a dry run, whose weights have no values, counts the operations of layers that are not compiled
+            # a dry run, whose weights have no values, does not compile layers, so that it can count their operations
             compiles, offload = layout.compile and source.has_values, layout.offload or source.offload
             model_layout = replace(layout, compile=compiles, offload=offload)
             if decoder is not student:

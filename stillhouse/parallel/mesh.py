@@ -66,7 +66,7 @@ class Mesh:
     tokens: the mesh of the tokens, with the axes (pipeline, data, context, tensor).
     ranks: all processes of the mesh.
     reverse_pipeline: a second group along the pipeline axis, for messages to earlier stages; None if the axis has
-        size 1. With a group for each direction, two ranks can issue messages in different orders.
+        size 1. With a group for each direction, two ranks can issue messages in different orders without a deadlock.
     """
 
     weights: DeviceMesh
@@ -83,7 +83,7 @@ class Mesh:
             self.ranks = Ranks(None, device)
             return
         pipeline, replicate, shard, tensor = degrees.pipeline, degrees.replicate, degrees.shard, degrees.tensor
-        # new groups do not inherit the default group's timeout (torch 2.13); the fake group of a dry run has none
+        # new groups do not inherit the default group's timeout (torch 2.13); a dry run's fake group has no timeout
         options = _get_default_group()._get_backend(device).options
         self._timeout: timedelta | None = None if options is None else options._timeout
         self.weights = self._grid(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)

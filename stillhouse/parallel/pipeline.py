@@ -37,7 +37,7 @@ class Pipeline:
     pairs: the models of each stage, by the stage's number.
 
     If the last stage trains a copy of the embedding, the gradients of embedding and copy are both set to their sum
-    after each step. So embedding and copy stay equal.
+    after the backward of each step. So embedding and copy stay equal.
     """
 
     def __init__(self, pairs: dict[int, TeacherStudentPair], scheme: Scheme, plan: StagePlan, mesh: Mesh):
@@ -54,7 +54,7 @@ class Pipeline:
                 fully_shard(stage, mesh=mesh.sharding(mesh.weights))
         self.scheme, self.plan, self.device = scheme, plan, mesh.device
         self.group, self.reverse_group = group, reverse_group
-        # FSDP moves a stage's inputs to the device; it would wait for each micro-batch number that is in host memory
+        # FSDP moves a stage's inputs to the device, and the host would wait for each number that is in host memory
         self._device_of_numbers = mesh.device if mesh.is_sharded else torch.device("cpu")
         self._schedule_key: tuple[Any, ...] = ()
         self._schedule: Any = None
@@ -159,7 +159,7 @@ class Pipeline:
             return None
         student = self.stages[self.count - 1].pair.student
         embedding = input_embedding(student.pretrained)
-        return student.output_weight if embedding is None else embedding.weight  # a tied head is the copy
+        return student.output_weight if embedding is None else embedding.weight  # a tied head, or MTP's embedding
 
     def _message_group(self, source: int, target: int) -> ProcessGroup:
         # NCCL runs a group's messages in the order in which each rank issues them. With one group for both
@@ -198,7 +198,7 @@ class Pipeline:
 
 
 class _Stage(nn.Module):
-    """Adapts a pair to torch's schedules, which pass received hidden states and the micro-batch's number.
+    """Adapts a pair to torch's schedules, which call a stage with hidden states and the number of a micro-batch.
 
     inputs: the inputs of the step's micro-batches.
     results: the results of the micro-batches that have run.

@@ -67,7 +67,7 @@ def shard_micro_batches(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: b
 def padded_shapes(
     shapes_BS: Sequence[tuple[int, int]], degrees: Degrees, *, uniform_shapes: bool = False
 ) -> list[tuple[int, int]]:
-    """Return the padded shapes of a step's micro-batches and their repetitions, before context ranks divide columns.
+    """Return the padded shapes of a step's micro-batches, with repetitions, before context ranks divide the columns.
 
     uniform_shapes: whether all micro-batches get one shape, and the number of micro-batches per data rank becomes a
         multiple of the number of pipeline ranks. The pipeline's schedules require this.

@@ -49,7 +49,7 @@ class ModelSource:
     teacher_is_base: whether the teacher is this student without its adapter.
     offload: whether FSDP keeps the shards of this model in host memory between uses, even without `Layout.offload`.
     name: the model's name in errors.
-    is_proven: whether `build` returns a full model that has already been proven, for example by `Decoder`.
+    is_proven: whether `build` returns a full model that is already proven (`models/load_proof.py`).
     without_noise: whether `build` removes dropout and routers' noise; then their absence must be proven.
     has_values: whether the weights have values. In a dry run they have none, so the model cannot be proven.
     """
@@ -152,7 +152,7 @@ def read_weights(
         is_initialised = is_lora(name) or name.partition(".")[0] in decoder.layer_losses or is_new_mtp
         if is_initialised or not name.startswith(prefix):
             continue
-        # the names of tied weights first: a folder with only the files of a head can lack the embedding's file
+        # first try the other names of a tied weight: a folder with only a head's files can lack the embedding's file
         aliases = [*(alias for alias, other in shared.items() if other == name), name]
         candidates = [candidate for alias in aliases for candidate in checkpoint_names(decoder, alias)]
         wanted = checkpoint_names(decoder, name)[0]
@@ -169,7 +169,7 @@ def read_weights(
                 stored_parts = [names.get(part) or part for part in stored_parts]
                 _read_rows(expert, slices, value.shape[1:], stored_parts, files, False)
         elif (converted := names.converted(wanted, lambda stored: read_tensor(files[stored], stored))) is not None:
-            if converted.shape != value.shape:  # a stored part is missing; `copy_` would broadcast
+            if converted.shape != value.shape:  # a stored part is missing; `copy_` would broadcast the rest
                 raise ValueError(
                     f"{folder}: the tensors from which '{wanted}' is made give the shape "
                     f"{list(converted.shape)}: expected {list(value.shape)}"

@@ -85,7 +85,7 @@ def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
         )
     models = [student] if teacher is None else [student, teacher]
     share = sum(model.passes * (model.layers * model.layer + model.head) for model in models) / stages
-    # the cost that the layers of each stage may have: an equal share of the total, minus the heads on the last stage
+    # the budget for the layers of each stage: an equal share of the total, minus the heads' cost on the last stage
     room = [share] * (stages - 1) + [max(0.0, share - sum(model.passes * model.head for model in models))]
     cuts = []
     for layers, least in ((student.layers, 1), (0 if teacher is None else teacher.layers, 0)):
@@ -154,9 +154,9 @@ def keep_layers(
 
     cut: the result of `require_cuttable` for the decoder's configuration.
     layers: the numbers of this stage's layers.
-    first: whether to keep the embedding. Without it, the decoder reads hidden states. A last stage with MTP layers
-        keeps the embedding in any case.
-    last: whether to keep the head. Without it, the decoder returns hidden states.
+    first: whether to keep the embedding and all that runs before the layers. If false, the decoder reads hidden
+        states. A last stage with MTP layers keeps the embedding in any case.
+    last: whether to keep the head. If false, the decoder returns hidden states.
     norm: whether to keep the final norm; by default the value of `last`.
     """
     backbone: Any = decoder.backbone

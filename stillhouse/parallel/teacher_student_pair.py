@@ -189,9 +189,9 @@ class TeacherStudentPair(nn.Module):
     def _teacher_forward(
         self, micro_batch: MicroBatch, hidden_BSE: Tensor | None, dtype: torch.dtype | None
     ) -> Tensor:
-        """Return the teacher's hidden states after its layers on this stage.
+        """Return the teacher's hidden states after its layers on this stage, at positions of the student's tokens.
 
-        The hidden states are in the student's rows. On the last stage, the final norm has been applied.
+        On the last stage, the final norm has been applied.
 
         dtype: the autocast dtype; None for a separate teacher model.
         """

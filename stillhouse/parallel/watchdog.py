@@ -181,7 +181,7 @@ class Watchdog:
             ]
             return " and ".join(lines), set(silent)
         state = self.state
-        # this limit is longer than the limit for heartbeats, so that a suspended rank is reported by its heartbeats
+        # this limit is longer than that for heartbeats, so a suspended rank's missing heartbeats are reported first
         if not state.timed or now - state.since <= self.seconds + 3 * self._interval:
             return None
         if behind := [rank for rank, peer in self._peers.items() if peer.number < state.number]:

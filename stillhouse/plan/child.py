@@ -2,8 +2,8 @@
 
     {"kind": "whole", "config": …, "ranks": 64, "rank": 0, "gpus_per_node": 8, "device": "h100", …}
 
-An answer is the result of the function of `dry_run.py` that has the kind as its name. For an error that the user can
-fix, it is {"error": …, "key": …}.
+The answer to a job is the result of the function in `dry_run.py` whose name is the job's kind. If the job fails with
+an error that the user can fix, the answer is {"error": …, "key": …}.
 
 The process also compiles and loads `hooks.cpp`, which lets torch run autograd on fake CUDA tensors without a GPU.
 Torch keeps the first CUDA hooks that it uses. So the hooks of `hooks.cpp` are loaded before torch is imported, but

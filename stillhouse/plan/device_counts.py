@@ -1,4 +1,4 @@
-"""Counts what fake CUDA tensors would do on a device: kernels, waits of the host, memory, operations and messages."""
+"""Counts what operations on fake CUDA tensors would need on a device: kernels, waits, memory, FLOPs and messages."""
 
 import sys
 import weakref
@@ -43,7 +43,7 @@ class StepCounts:
     traffic: the bytes that kernels other than products and attention read and write.
     messages, sent: the number of collectives and point-to-point messages by group and operation, and their bytes. The
         bytes of a message are the size of its largest tensor on this rank.
-    peak: the bytes in use by each purpose, at the time when most of the device's memory is in use.
+    peak: the bytes in use by each purpose, at the time when their sum is largest.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
@@ -60,7 +60,7 @@ class StepCounts:
 class DeviceCounts(TorchDispatchMode):
     """Counts operations on fake CUDA tensors. Enter it within the `FakeTensorMode` of these tensors.
 
-    document_tokens: the length of a document, for the operations of attention.
+    document_tokens: the length of a document, from which the operations of attention are computed.
     axes: the axes of the mesh, by the names of their process groups.
     now: the bytes in use on the device, by purpose (see `labelled`).
     """
@@ -172,8 +172,8 @@ class DeviceCounts(TorchDispatchMode):
     def _count_wait(
         self, name: str, args: Sequence[Any], options: Mapping[str, Any], inputs: Sequence[Tensor]
     ) -> None:
-        # an index that is a mask makes the host wait for the number of its elements, except when torch assigns a
-        # single value to the elements
+        # if an index is a mask, the host waits for the number of selected elements, except when torch assigns a
+        # single value to all of them
         is_masked = (name == "index" or (name in ("index_put", "index_put_") and args[2].numel() > 1)) and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
@@ -255,7 +255,7 @@ def _is_on_device(tensor: Tensor) -> bool:
 
 
 def _place() -> str:
-    """Return the innermost function of the stack that is in this package outside of `plan/`, or in transformers."""
+    """Return the innermost function of this package (without `plan/`) in the stack, or else that of transformers."""
     frame, other = sys._getframe(1), None
     while frame is not None:
         file, function = frame.f_code.co_filename, frame.f_code.co_name

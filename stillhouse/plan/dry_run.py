@@ -2,7 +2,7 @@
 
 In place of a step with all layers, `estimated` runs three short steps: with one layer of each model on a stage, with
 a second layer of the student, and with a second layer of the teacher. All counts are linear in the numbers of layers;
-memory is linear if its peak is at the same place in each step. All layers of a model must be alike.
+memory is linear if its peak is at the same point of each step. All layers of a model must be alike.
 """
 
 import json
@@ -106,11 +106,11 @@ def estimated(job: Mapping[str, Any]) -> dict[str, Any]:
     teacher = sum(len(stages[number].teacher) for number in numbers) / len(numbers) - 1
     steps = _short_steps(rank)
     base = steps["base"]
-    # of each model: the number of layers after the first, and the step with a second layer
+    # for student and teacher: (the mean number of layers on a stage) − 1, and the step with two layers of this model
     second_layers = [(student, steps["student"]), (teacher, steps["teacher"])]
 
     def total(before: Any, others: list[Any]) -> Any:
-        """Extrapolate a count: for each layer of a model after the first, add the increase by its second layer."""
+        """Extrapolate a count: for each layer of a model after the first, add as much as the second layer added."""
         if isinstance(before, Mapping):
             keys = dict.fromkeys(key for counts in (before, *others) for key in counts)
             return {key: total(before.get(key, 0), [other.get(key, 0) for other in others]) for key in keys}
@@ -128,7 +128,7 @@ def _counted(planned: PlannedRank, model_operations: float = 0.0) -> RankCounts:
     data, rows = layout.degrees.data, max(1, config.train.tokens_per_step // config.data.max_tokens)
     schedule = make_step_schedule(config.train, rows, config.data.max_tokens, data, layout.stages)
     rows_of_all = schedule.rows_per_micro_batch * data
-    # the first step does some work only once, so it is not counted; it has one micro-batch for each stage
+    # the first step is not counted, because some of its work is done only once; one micro-batch per stage suffices
     step_rows = [min(rows, rows_of_all * layout.stages), rows]
     tokens = [count * config.data.max_tokens for count in step_rows]
     _, counts = rank_steps(planned, DEVICES[planned.device].properties(), tokens)
@@ -176,7 +176,7 @@ def _short_step(planned: PlannedRank, student: int, teacher: int) -> RankCounts:
 def _write_short_model(model: str, folder: Path, layers: int) -> None:
     """Write the configuration of a model with fewer layers."""
     values = json.loads((Path(model) / "config.json").read_text())
-    values["tie_word_embeddings"] = empty_decoder(model).tied  # the weights' files can have an untied head
+    values["tie_word_embeddings"] = empty_decoder(model).tied  # weights with different values are not tied
     language = values.get("text_config", values)  # the section of a vision-language model
     for key, value in language.items():
         if isinstance(value, list) and key.endswith("layer_types"):

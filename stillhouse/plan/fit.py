@@ -51,7 +51,7 @@ class Candidate:
         return degrees | {"replicate": 1, "expert": 1, "schedule": "1f1b"}
 
     def overrides(self, parallel: ParallelConfig, max_tokens: int) -> list[str]:
-        """Return the arguments of a command that change a configuration file with these values to this candidate."""
+        """Return this candidate's overrides for a configuration with this section `parallel` and data.max_tokens."""
         values = {key: value for key, value in self.parallel.items() if value != getattr(parallel, key)}
         tokens = f"train.micro_batch_tokens={self.rows * max_tokens}"
         recompute = f"train.activation_checkpointing={str(self.recompute).lower()}"
@@ -71,7 +71,7 @@ def fit(config: RunConfig, machine: Machine, document_tokens: int) -> list[Plan]
     Raises ConfigError for models that no layout can run.
     """
     job = planned_job(config, machine, document_tokens)
-    planned = load_config(None, settings=job["config"])  # a plan of an on-policy run has other sequences
+    planned = load_config(None, settings=job["config"])  # an on-policy run gets another data.max_tokens
     with DryRuns() as runs:
         rough = _measured(job, planned.data.max_tokens, runs)
         candidates = _candidates(
@@ -87,7 +87,7 @@ def fit(config: RunConfig, machine: Machine, document_tokens: int) -> list[Plan]
 
 
 def _candidates(max_tokens: int, tokens_per_step: int, machine: Machine, layers: int) -> list[Candidate]:
-    """Return all candidates whose degrees divide the ranks, and whose micro-batches suffice for the pipeline.
+    """Return all candidates whose degrees divide the ranks, with at least one micro-batch for each pipeline stage.
 
     layers: the number of the student's layers.
     """
@@ -136,8 +136,8 @@ def _estimated(
     jobs, owners = [], []
     for candidate in candidates:
         values = candidate.settings(job["config"])
-        # more would not change the peak memory: the first stage holds one micro-batch for each stage, and the
-        # gradients of an earlier micro-batch
+        # more micro-batches would not change the peak memory: the first stage holds one micro-batch for each stage,
+        # and the gradients of an earlier micro-batch
         shown = min(candidate.micro_batches, candidate.pipeline + 1)
         tokens = shown * candidate.rows * candidate.fsdp * candidate.max_tokens
         settings = values | {"train": values["train"] | {"tokens_per_step": tokens}}
@@ -175,7 +175,7 @@ def _step_counts(counts: RankCounts, candidate: Candidate) -> RankCounts:
 
 
 class _Shape(NamedTuple):
-    """The size of a model: its layers, a layer's weight elements, those of embedding and head (`rest`), its width."""
+    """A model's number of layers, weight elements of a layer, weight elements of embedding and head (rest), width."""
 
     layers: int = 0
     layer: float = 0.0
@@ -208,7 +208,7 @@ class Rough:
         all_layers += max(0, teacher.layers - 1) * (with_teacher - one_layer)
         share = candidate.micro_batches / candidate.pipeline
         computing = all_layers * share
-        # each layer has two sums over tensor ranks in forward, and two in backward
+        # a student layer has two sums over tensor ranks in forward, two in backward and two in a recomputed forward
         widths = (6 if candidate.recompute else 4) * student.layers * student.width
         summed = 2 * (widths + 2 * teacher.layers * teacher.width) * 2 * candidate.rows * self.row / candidate.context
         exposed = share * (candidate.tensor - 1) / candidate.tensor * summed / (device.nvlink * LINKS)

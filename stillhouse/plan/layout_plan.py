@@ -132,7 +132,7 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
             "train.compile", "got true: a plan counts the kernels of layers without compilation; expected false"
         )
     values = config.model_dump(mode="json")
-    # a planned step has no evaluation and no checkpoint; null gives a section its default
+    # a planned step has no evaluation and no checkpoint, so their sections get their defaults (null)
     values |= {"device": "cuda", "track": [], "eval": None, "checkpoint": None}
     values["data"]["eval"] = 0
     values["student"]["init"] = None  # the initial values do not change the shapes of the weights
@@ -165,8 +165,8 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
 def _set_completions(
     values: Job, sources: Sequence[tuple[float, RolloutConfig]], parts: int, prompt_tokens: int
 ) -> tuple[int, str]:
-    """Set the tokens of a sequence, a step and a micro-batch to those of the step's completions, packed as
-    `StepPacker` packs them. Every completion has the largest rollout.max_new_tokens of all sources.
+    """Set the keys for the tokens of a sequence, a step and a micro-batch to their values for completions that
+    `StepPacker` packs. Every completion has the largest rollout.max_new_tokens of all sources.
 
     sources: pairs of a weight and a section `rollout`. parts: the smallest number of micro-batches of a step.
     Returns the number of tokens of a completion with its prompt, and a description of the completions.

@@ -13,7 +13,7 @@ from stillhouse.plan.devices import LATENCY, LAUNCH, LINKS, NETWORK_LATENCY, PRO
 
 #: names of the ranks whose steps are run, one for each kind of stage
 FIRST, INNER, LAST = "first", "inner", "last"
-#: how many times a rank of a large group sends its bytes, by operation; once for operations that are not listed
+#: for each operation, the number of times that a rank of a large group sends its bytes; 1 if it is not listed
 _PASSES = {"allreduce": 2.0, "all_reduce": 2.0}
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 #: the axes whose messages FSDP overlaps with computation

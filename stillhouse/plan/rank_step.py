@@ -126,7 +126,7 @@ def rank_steps(planned: PlannedRank, properties: SimpleNamespace, tokens: Sequen
             with _labelled(engine, source, device):
                 for _ in tokens:
                     device.restart()
-                    _run(engine, requests, device)  # a function, whose end frees its tensors
+                    _run(engine, requests, device)  # a function, so that its tensors are freed
                     counted.append(device.restart())
         return counted
 
@@ -207,7 +207,7 @@ class _PlannedModels(ModelSources):
     ) -> ModelSource:
         source = super().sharded(section, device, offload=offload, **options)
         purpose = STUDENT if section == "student" else TEACHER
-        # models are built with meta tensors, because a module cannot replace fake tensors, to which the mode refers
+        # models are built with meta tensors, because `allocate` cannot replace fake tensors, to which the mode refers
         load = partial(self._allocate, purpose, device or self.mesh.device, offload)
         return replace(source, build=unset_fake_temporarily()(source.build), load_weights=load, has_values=False)
 
@@ -310,7 +310,7 @@ _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def _axes(mesh: Mesh) -> dict[str, str]:
-    """Return the axes with several processes, joined by "/", by the names of their groups."""
+    """Return a dict from the name of each group to the names of its axes with several processes, joined by "/"."""
     if not mesh.has_groups:
         return {}
     assert mesh.ranks.group is not None

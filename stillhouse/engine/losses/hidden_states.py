@@ -18,8 +18,8 @@ from stillhouse.parallel.layer_loss import HookedLoss
 
 @dataclass(frozen=True)
 class HiddenStates(LossPart):
-    """The loss between hidden states of student and teacher. pairs: the layer pairs of all pipeline stages; in the
-    result of `distributed`, no layer number is negative.
+    """The loss between hidden states of student and teacher. pairs: the layer pairs of all pipeline stages. Negative
+    layer numbers count from the last layer; `distributed` replaces them.
     """
 
     pairs: tuple[HiddenPair, ...] = ()

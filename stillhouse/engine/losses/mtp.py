@@ -2,8 +2,8 @@
 
     loss = objective + scale · Σ_k (depth k)
 
-Each depth's loss is a sum over the rows that have a label k tokens later in their document. All sums are divided by
-the same normalizer, the step's number of target tokens. So the loss does not depend on the layout.
+The loss of depth k is a sum over the rows t for which row t + k has a label and is in the same document. All sums are
+divided by the same normalizer, the step's number of target tokens. So the loss does not depend on the layout.
 
 B rows, S tokens per row, T = B·S tokens in the rows' order, D width.
 """

@@ -4,8 +4,8 @@ Only a layer's `forward` is compiled. The hooks of FSDP and of losses inside lay
 Activation checkpointing also runs outside, so that backward recomputes a layer by the same compiled code. The names
 of modules and parameters do not change. Generation with a cache of keys and values runs layers without compilation.
 
-Sizes of micro-batches are symbols in the compiled code, except for a size of 1. So a kind of layer needs one graph
-for micro-batches of several rows, and another graph for micro-batches of a single row.
+The sizes of a micro-batch are symbolic in the compiled code, except for a size of 1. So a layer needs one graph for
+micro-batches of several rows, and another graph for micro-batches of a single row.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,11 +25,11 @@ from stillhouse.models.router_balancing import RouterBalance
 
 Forward = Callable[..., Any]
 
-#: the names of caches among the arguments of layers
+#: the names of the layers' arguments that are caches
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-#: the largest number of graphs of one function; beyond it, torch runs the function without compiling. A class of
-#: layers, which student and teacher can share, needs a graph for each kind of layer, for one and for several rows,
-#: with and without gradients
+#: the maximum number of graphs of a function; if it needs more, torch runs it without compiling. A class of layers,
+#: which student and teacher can share, needs a graph for each combination of layer type (such as sliding attention),
+#: one or several rows, and with or without gradients
 _MOST_GRAPHS = 64
 
 
@@ -49,7 +49,7 @@ def compile_layers(decoder: Decoder, backend: str = "inductor") -> None:
             "expected train.compile: false, or objective.router_aux_loss: 0"
         )
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
-    # backward is compiled together with forward, so that an error is raised where the layer is known
+    # compile backward together with forward, so that `run` also catches the compilation errors of backward
     torch._functorch.config.force_non_lazy_backward_lowering = True
     kinds: set[type[nn.Module]] = set(map(type, decoder.layers()))
     compiled = {kind: torch.compile(kind.forward, dynamic=True, backend=backend) for kind in kinds}
@@ -70,7 +70,7 @@ def _forward(kind: type[nn.Module], compiled: Forward, checkpoint: Forward | Non
     """Return a `forward` for layers of the class `kind`. It runs the compiled function; with a cache of keys and
     values, it runs `kind.forward`.
 
-    checkpoint: transformers' function that calls a function, and calls it again in backward.
+    checkpoint: transformers' checkpointing function, which calls a given function, and calls it again in backward.
     """
 
     def run(layer: nn.Module, *arguments: Any, **options: Any) -> Any:
@@ -86,7 +86,7 @@ def _forward(kind: type[nn.Module], compiled: Forward, checkpoint: Forward | Non
         if any(options.get(name) is not None for name in _CACHES):
             return kind.forward(layer, *arguments, **options)
         nonlocal checkpoint
-        checkpoint = _taken_checkpoint(layer) or checkpoint  # it may be enabled after compiling
+        checkpoint = _taken_checkpoint(layer) or checkpoint  # checkpointing can be enabled after `compile_layers`
         if checkpoint is not None and layer.training:
             return checkpoint(partial(run, layer, **options), *arguments)
         return run(layer, *arguments, **options)
@@ -95,8 +95,8 @@ def _forward(kind: type[nn.Module], compiled: Forward, checkpoint: Forward | Non
 
 
 def _taken_checkpoint(layer: nn.Module) -> Forward | None:
-    """Return transformers' checkpoint function of a layer, and disable checkpointing in the layer itself; in some
-    versions, it would become a part of the compiled code. Returns None if checkpointing is disabled already.
+    """Return transformers' checkpointing function of a layer, or None if checkpointing is disabled already. Also
+    disable checkpointing in the layer itself, because some versions would compile it as a part of the layer.
     """
     if not getattr(layer, "gradient_checkpointing", False):
         return None

@@ -5,8 +5,8 @@ an all-to-all, it has a part of the heads for the global sequence. Then transfor
 masks of the global sequence, for example for packed documents. Another all-to-all restores the distribution.
 
 In a vision-language backbone, everything before the language model gets whole sequences on every rank, with all media
-of the micro-batch. Then each rank continues with its columns. So the tower's features need not be cut together with
-their placeholders, and the sum of the ranks' gradients of the tower is the gradient of the whole sequences.
+of the micro-batch. Then each rank gives only its columns to the language model. So media need not be divided among
+ranks, and the sum over ranks of the tower's gradients is the tower's gradient for the whole sequences.
 
 B rows, S tokens of the global sequence, H heads, D width of a head.
 """
@@ -156,7 +156,7 @@ def _global_masks(masks: Callable[..., dict[str, Any]], dtype: torch.dtype, glob
 
 @dataclass
 class _Columns:
-    """Hooks of a vision-language backbone and of its language model.
+    """Forward pre-hooks: `gather` is for a vision-language backbone, `cut` is for its language model.
 
     config: the language model's configuration. masks: makes the masks of global sequences from their text positions.
     is_whole: whether the backbone got the token ids of whole sequences, and not hidden states of a previous stage.
@@ -194,7 +194,7 @@ class _Columns:
         rank, shape_BS, part = self.group.rank(), embeds_BSD.shape[:2], dict[str, Any]()
         columns = slice(*(shape_BS[1] // self.group.size() * border for border in (rank, rank + 1)))
         is_image_BS, features = options.get("visual_pos_masks"), options.get("deepstack_visual_embeds")
-        if is_image_BS is not None and features is not None:  # features that the model adds after some of its layers
+        if is_image_BS is not None and features is not None:  # the model adds the features after some layers
             part["visual_pos_masks"] = is_image_BS[:, columns]
             index_N = (is_image_BS.flatten().cumsum(0).view_as(is_image_BS) - 1)[:, columns][is_image_BS[:, columns]]
             part["deepstack_visual_embeds"] = [feature_ND[index_N] for feature_ND in features]

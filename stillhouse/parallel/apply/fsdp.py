@@ -1,9 +1,9 @@
 """FSDP2 and HSDP: shards weights, gradients and optimizer state over ranks.
 
 The weights of each layer and of an untied head are gathered for the forward and the backward of this layer or head.
-The output processor runs in the head's forward, so it sees the full weight. A vision tower is in the root's group.
-With a separate group, all processes would wait for a process that does not run the tower, because its micro-batch has
-no media.
+The output processor runs in the head's forward, so it sees the full weight. A vision tower is in the root's FSDP
+group. A process without media in its micro-batch does not run the tower. If the tower had its own group, all other
+processes would wait in a collective for this process.
 
 Gradients are summed over ranks and not averaged, because the losses are sums over tokens that are already divided by
 the step's token count.
@@ -52,7 +52,7 @@ def apply_fsdp(
     inner = partial(shard, mp_policy=precision, reshard_after_forward=reshard_after_forward)
     for module in experts:  # FSDP requires that inner modules come before the layers that contain them
         assert expert_mesh is not None
-        # expert parallelism shards dim 0; FSDP shards dim 0 again if the parts are equal, otherwise dim 1
+        # expert parallelism shards dim 0; FSDP shards dim 0 again if this gives equal shards, otherwise dim 1
         processes = expert_mesh["shard"].size() if expert_mesh.ndim > 1 else expert_mesh.size()
         inner(
             module,
@@ -72,7 +72,7 @@ def apply_fsdp(
         head_trains = any(parameter.requires_grad for parameter in decoder.head.parameters())
         # backward begins with the head: a trained head that is freed after forward would be gathered again at once
         inner(decoder.head, mesh=mesh, reshard_after_forward=reshard_after_forward and not head_trains)
-    # a frozen decoder is a teacher, whose tied head is used after the teacher's forward (`DecoderHead`)
+    # keep a student's root for backward, and a frozen teacher's tied head for its use after forward (`DecoderHead`)
     keep_gathered = trains or (decoder.tied and decoder.has_head)
     # the root does not use gather_dtype, which would round the gradient of an embedding row; this gradient is a sum
     # over all occurrences of a token

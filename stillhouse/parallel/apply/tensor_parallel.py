@@ -76,8 +76,8 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
         named = list(module.named_children())
         children = {path: child for path, child in named if next(child.parameters(), None) is not None}
         styles = [plan.get(plan_name(f"{name}.{path}"), "") for path in children]
-        # one all-reduce of the input's gradient suffices if all readers of the input are sharded, several of them by
-        # columns, and none has an adapter, one of whose matrices is replicated
+        # the gradient of the module's input is all-reduced once if all children are sharded, at least two of them by
+        # columns, and none has an adapter (one of an adapter's two matrices is not sharded)
         if all(styles) and styles.count("colwise") > 1 and not any(map(lora_parts, children.values())):
             module.register_forward_pre_hook(partial(_replicate_input, mesh), with_kwargs=True)
     _cut_vocabulary(decoder, mesh)
@@ -133,7 +133,7 @@ def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
         if ".self_attn" not in name or isinstance(module, nn.Linear) or plan_name(name) in plan:
             continue
         styles = [plan.get(plan_name(f"{name}.{child}")) for child, _ in module.named_children()]
-        # a vector with the width of a head applies to all heads. Some plans do not shard attention (Flint)
+        # ignore vectors as wide as a head, which apply to all heads, and plans that do not shard attention (Flint)
         heads = counts - {getattr(module, "head_dim", None)} if "colwise" in styles else set()
         for key, weight in module.named_parameters(recurse=False):
             is_attention = name.endswith(".self_attn")
