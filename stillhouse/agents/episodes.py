@@ -1,6 +1,6 @@
 """Environments and tools with state: for each sample, an object that gets the sample's turns.
 
-An object exists only in the process of its calls. If the object is lost because its process has ended, a new object
+An object exists only in the process that calls it. If the object is lost because its process has ended, a new object
 gets the earlier turns again. So an environment that depends only on its arguments gives the same replies as in a run
 without lost processes. Tools (`rollout.tools`) are functions, and methods of classes that have a state per sample.
 """
@@ -150,7 +150,7 @@ class Tools:
     paths: the paths of functions and classes, as package.module:name. All public methods of a class are tools, except
         reset, close, and a method reward without arguments.
     hint: returns a text that the error adds if the module of a path does not exist.
-    is_limited: whether the process has a limit of memory. A tool's MemoryError is then raised, not made a reply.
+    is_limited: whether the process has a limit of memory. A tool's MemoryError is then raised, and is no reply.
 
     Raises ValueError for a path that cannot be imported or is not a tool, and for two tools with the same name.
     """

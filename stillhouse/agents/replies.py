@@ -21,7 +21,7 @@ from stillhouse.user_code.functions import UserFunctionError
 #: `beginning` first tokenizes _CHARACTERS characters per needed token. It doubles the number of characters until they
 #: have more than 2 × (the number of needed tokens) + _MARGIN tokens
 _CHARACTERS, _MARGIN = 16, 64
-#: the end of a reply that was cut
+#: the text that is added at the end of a reply that was cut
 _CUT = "\n[The rest of this reply was cut.]"
 #: the reply if tools have not returned within `rollout.worker_timeout`, or have ended their process
 _LOST = f"{ERROR}the tool did not return"
@@ -166,7 +166,7 @@ class ToolReplies(TurnReplies):
         return self._format.calls(self._tokenizer.decode(ids_N, clean_up_tokenization_spaces=False))
 
     def _bounded(self, text: str) -> str:
-        """The text if it has at most `most_tokens` tokens; otherwise its beginning and `_CUT`, together as many."""
+        """The text if it has at most `most_tokens` tokens; otherwise its beginning and `_CUT`, within this limit."""
         most, count = self._most_tokens, len(beginning(self._format.text.ids, text, self._most_tokens))
         if count == len(text) and len(self._format.text.ids(text)) <= most:
             return text

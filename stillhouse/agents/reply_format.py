@@ -59,10 +59,10 @@ class OrdinaryText:
         return ids + self.template_ids(text[end:])
 
     def ids_within(self, write: Callable[[Sequence[str]], str], replies: Sequence[str]) -> list[int]:
-        """The tokens of a text that the chat template writes around replies. In the replies, added tokens become
+        """The tokens of a text of the chat template that contains replies. In the replies, added tokens become
         ordinary text.
 
-        write: returns the text of the template around the replies that it gets.
+        write: gets replies, and returns the text of the template that contains these replies.
 
         Raises ValueError if a reply would still have an added token.
         """
@@ -138,7 +138,7 @@ class TurnFormat:
         self.marker_id: int = self.tokenizer.convert_tokens_to_ids(marker)
 
     def _prove_ids(self, messages: list[Message], tools: Tools, ids: list[int]) -> None:
-        """Raise ValueError unless a conversation ends with the generation prompt and its suffix has these tokens."""
+        """Raise ValueError unless a conversation ends with the generation prompt and its `_suffix` has these ids."""
         complete, suffix = self._written(messages, tools, prompt=True), self._suffix(messages, tools)
         if not suffix.endswith(self.prompt):
             raise self._error(
@@ -149,7 +149,7 @@ class TurnFormat:
             raise self._error("writes replies whose first token also contains characters of the previous turn")
 
     def _suffix(self, messages: list[Message], tools: Tools = None) -> str:
-        """The text that the template writes between the end of the anchor's turn and the next turn."""
+        """The text that the template writes between the turn with the anchor and the next turn."""
         _, anchor, behind = self._written(messages, tools, prompt=True).partition(ANCHOR)
         if not anchor or not behind.startswith(self._tail):
             raise self._error(f"ends a turn with {self._tail!r}, but with {behind[:60]!r} if a reply follows")

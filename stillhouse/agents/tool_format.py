@@ -36,7 +36,7 @@ def _format(opening: str, thoughts: Mapping[str, Any] = _THOUGHTS, **calls: Any)
     """
     tool_calls = {"repeats": True, "content": "json", "transform": _CALL} | calls
     fields = {**thoughts, "tool_calls": tool_calls, "content": {"content": "text"}}
-    # the prefix that the parser gets is only the generation prompt, so it needs no anchor to find the turn
+    # the prefix that the parser gets is only the generation prompt, so the parser needs no anchor to find the turn
     return opening, {"start_anchor": "\0", "fields": fields}
 
 
@@ -240,7 +240,7 @@ def _calling(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:
 
 
 def _replied(names: Sequence[str], replies: Sequence[str]) -> list[Message]:
-    """A conversation with calls of these tools and the replies to them. The last call has the anchor."""
+    """A conversation with calls of these tools and the replies to them. The anchor is in the last call."""
     answers = [
         {"role": "tool", "name": name, "tool_call_id": f"{number:09d}", "content": text}
         for number, (name, text) in enumerate(zip(names, replies, strict=True))

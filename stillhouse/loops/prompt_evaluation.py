@@ -123,7 +123,7 @@ class PromptEvaluation:
         return {f"eval/prompts/{name}": value for name, value in metrics.items()}, shown
 
     def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[ShardedMicroBatches, Sequence[Signals]]]:
-        """Yield the completions as (micro-batches, signals). Each part has few micro-batches per data rank."""
+        """Yield (micro-batches, signals) for a few completions at a time, so that little memory is needed."""
         session, student = self._session, self._session.models.engine.student
         together = student.layout.degrees.data * student.layout.stages * self._documents_at_once
         for start in range(0, len(samples), together):

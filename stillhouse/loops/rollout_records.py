@@ -106,10 +106,10 @@ class RolloutMetrics:
         return metrics
 
     def _policy(self, step: SampledStep) -> dict[str, float]:
-        """The staleness, the ratios, and the mean and largest difference of log-probabilities.
+        """The staleness, the ratios, and the mean and maximum of |log-probability in training − at sampling|.
 
-        `log_ratio_fresh` is the mean over tokens of the current weights; it is absent if there are no such tokens. A
-        collective of all processes.
+        `log_ratio_fresh` is the mean over tokens that the current weights generated, and absent if there are no such
+        tokens. A collective of all processes.
         """
         counts, sums = staleness(step.samples, step.number), step.output.sums
         metrics = {
@@ -133,7 +133,7 @@ class RolloutMetrics:
         return metrics | {f"rollout/{name}": sums[name] / tokens for name in ("ratio", "clipped") if name in sums}
 
     def _sums_by_source(self, step: SampledStep) -> list[dict[str, float]]:
-        """For each source, the sum of each term's values over its target tokens, and the number of these tokens.
+        """For each source, the sum of each term over the source's target tokens, and the number of these tokens.
 
         With an objective by origin, there are also sums for each origin. A row that several processes have is added
         several times, both to the values and to the number of tokens. A collective.

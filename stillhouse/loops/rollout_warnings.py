@@ -34,7 +34,7 @@ class RolloutWarnings:
         self._noise = f", or the cause is the student's dropout in training ({name_list(noise)})" if noise else ""
         self._first: list[tuple[float, float]] = []  # mean length, and share of cut completions
         self._equal_steps = 0  # the number of successive steps in which all rewards of every prompt are equal
-        self._cut_steps = self._cut_samples = 0  # the numbers since the last completion that was not cut
+        self._cut_steps = self._cut_samples = 0  # both count from the last step with a completion that was not cut
         # of samples that can have several turns: the numbers of steps, samples, cut samples, samples with a reply
         self._steps = self._count = self._cut = self._replied = 0
         self._warned: set[str] = set()

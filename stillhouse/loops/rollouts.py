@@ -77,7 +77,7 @@ def open_rollout(session: Session, folder: RunFolder, *, is_new: bool = True) ->
 
 
 def require_same_weights(config: RolloutConfig, rollout: Rollout, folder: RunFolder) -> None:
-    """Raise ValueError on all ranks if servers that keep their own weights had other weights when the run began."""
+    """If servers keep their own weights, raise ValueError on all ranks if these have changed since the run began."""
     if config.urls and config.writer == "teacher":
         with rollout.shared():
             if rollout.queue is not None and rollout.queue.servers is not None:
@@ -169,7 +169,7 @@ def open_servers(session: Session, run: str = "") -> RemoteEngine | None:
             engine: RemoteEngine = server_kinds()[rollout.engine].open_engine(
                 rollout.urls,
                 sampling,
-                # with an adapter, a server gets only the adapter and keeps its own base model
+                # false with an adapter, because a server then gets only the adapter, and no tied weights
                 is_tied=student.tied and rollout.writer == "student" and student.lora is None,
                 vocabulary=min(rows, _known_ids(data.tokenizer)),
                 timeout=rollout.timeout,

@@ -60,7 +60,7 @@ class Models:
     @property
     def autocast(self) -> torch.dtype | None:
         """The dtype of the student's matrix products, or None for the dtype of its weights."""
-        # some engines compute without autocast, with parameters in the dtype of the layout
+        # some engines use no autocast; their matrix products have the dtype that the layout gives
         return self.engine.autocast or self.engine.student.layout.autocast
 
     @property
@@ -167,8 +167,8 @@ class Data:
         return replace(self, train=self.train.with_media_inputs(media_inputs), evaluation=evaluation)
 
     def sorted_by_length(self, max_tokens: int, held_out_tokens: int) -> "Data":
-        """A copy of the data with sequences of documents of similar lengths and these capacities (see
-        `PackedSequences`).
+        """A copy of the data. Each sequence has documents of similar lengths, and at most `max_tokens` tokens, or
+        `held_out_tokens` tokens in the evaluation (see `PackedSequences`).
         """
         evaluation = None if self.evaluation is None else self.evaluation.sorted_by_length(held_out_tokens)
         return replace(self, train=self.train.sorted_by_length(max_tokens), evaluation=evaluation)

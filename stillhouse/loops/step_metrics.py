@@ -59,7 +59,7 @@ def evaluation_metrics(
     averages = means(sums_by_depth[0], objective, temperatures)
     metrics: dict[str, float] = {}
     for suffix in ("", *(f"/{teacher}" for teacher in objective.teachers)):
-        # at rows of later tokens of a span, the forward KL of spans is reported as `continuation`
+        # the engine's sums have the forward KL of a span in two terms: the later tokens are in `continuation`
         if f"continuation{suffix}" in averages:
             averages[f"forward_kl{suffix}"] += averages[f"continuation{suffix}"]
         names = (name + suffix for name in _EVALUATED)

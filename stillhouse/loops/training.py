@@ -233,10 +233,10 @@ def training(
         on_policy=rollout is not None,
     )
     if progress.step < schedule.steps:
-        require_room(folder.checkpoints, models.engine)  # before the first step, because its result must be saved
+        require_room(folder.checkpoints, models.engine)  # before any step, because the result of a step must be saved
     with ExitStack() as stack:
         log = stack.enter_context(open_log(folder, progress, schedule.steps, session.values, models.ranks))
-        # the first evaluation, or an evaluation that was interrupted
+        # whether the first evaluation, or one that was interrupted, must be made now
         is_due = schedule.evaluates_after(progress.step) and not progress.metrics
         greedy = stack.enter_context(greedy_evaluation(session, folder, progress.step - is_due))
         if greedy is not None and greedy.prompts is not None:

@@ -1,4 +1,4 @@
-"""Makes documents of a step's samples and of completions of the dataset, and packs them into micro-batches.
+"""Makes a step's documents from its samples and from the dataset, and packs these documents into micro-batches.
 
 The document of a sample keeps the columns and the teachers' prefixes of its prompt. Dimension: N tokens of a
 completion, or of all documents of the step.
@@ -62,8 +62,8 @@ def step_documents(
 ) -> Documents:
     """Return the documents of a step: its samples, and its documents of the dataset. At least one is needed.
 
-    from_dataset: the numbers of the step's documents in `dataset`. All targets of these documents are kept, with
-        weights by their positions among the document's targets.
+    from_dataset: the numbers of the step's documents in `dataset`. These documents keep all targets. Target n of a
+        document (from 0) has the weight position_decay ** n.
     """
     parts = [_sample_documents(prompts, samples, rules)] if samples else []
     if len(from_dataset):

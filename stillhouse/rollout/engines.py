@@ -30,7 +30,7 @@ class RemoteWeights(Protocol):
     """The weights of the servers of a `RemoteEngine`.
 
     top_tokens: the top token and its log-probability after each of some fixed prompts.
-    probed: by each server's URL, its completions of the probe requests, with the weights that it has loaded last.
+    probed: by URL, the server's completions of the probe requests, generated with the weights that it loaded last.
     """
 
     @property
@@ -164,7 +164,7 @@ class InJobEngine:
         return completions
 
     def update_weights(self, version: int) -> None:
-        """Use the student's present weights from now on; all ranks must call this. version: their version."""
+        """Use the student's present weights from now on; all ranks must call this. version: the weights' version."""
         if self._copy is not None:
             self._copy.refresh()
         self.version = version
@@ -184,7 +184,7 @@ class StudentCopy:
 
     build: returns the full student as `ModelSource.build` does, with arbitrary weights or on the meta device.
 
-    Raises ValueError if the copy has a tensor that no rank has, and ProofError if the copy's results are wrong.
+    Raises ValueError if the copy has a tensor that the student lacks, and ProofError if the copy's results are wrong.
     """
 
     def __init__(self, student: DistributedStudent, build: Callable[[], Decoder]):

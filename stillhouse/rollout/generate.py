@@ -63,7 +63,7 @@ class Generator:
             raise ValueError("stop texts need the tokenizer: expected Generator(..., tokenizer=...)")
         self.decoder, self.sampling, self.device = decoder, sampling, device
         self._name = typename(decoder.pretrained)
-        # if a model has such windows, padding on the left would move them
+        # with row windows, attention depends on a token's column in its row, which padding on the left changes
         self._equal_lengths = bool(ModelFacts(decoder.config).row_windows)
         self._autocast, self.batch_tokens, self._tokenizer = autocast, batch_tokens, tokenizer
         self._processor = processor
@@ -108,7 +108,7 @@ class Generator:
         batches: list[list[int]] = []
         prompt = limit = 0
         for at in sorted(range(len(requests)), key=lambda at: (kinds.index(samplings[at]), sizes[at], at)):
-            # each row of a batch needs the tokens of the longest prompt and of the largest max_new_tokens in it
+            # each row of a batch needs (longest prompt of the batch + largest limit of the batch) tokens
             prompt, limit = max(prompt, sizes[at][0]), max(limit, sizes[at][1])
             rows, last = (len(batches[-1]) + 1, batches[-1][0]) if batches else (0, at)
             fits = rows <= most_rows and rows * (prompt + limit) <= self.batch_tokens
@@ -255,7 +255,7 @@ def check_generation(decoder: Decoder, device: torch.device, processor: MediaPro
     The log-probabilities of completions of two short prompts of different lengths are compared with the
     log-probabilities of a forward pass without a cache and without padding.
 
-    processor: the processor of the model's media; if it is given, prompts with media are also completed.
+    processor: the processor of the model's media; if it is given, prompts with media are also tested.
     """
     model = decoder.pretrained
     rows = model.get_input_embeddings().weight.shape[0]
@@ -298,7 +298,7 @@ def _rounded_once(model: PreTrainedModel, device: torch.device, dtype: torch.dty
     """Run matrix products in `dtype`, and round each float32 matrix only once in the block instead of once per new
     token.
 
-    Autocast keeps rounded copies only of weights that require a gradient, so frozen weights require one in the block.
+    Autocast keeps rounded copies only of weights with requires_grad, so the block sets it for frozen weights, too.
     Until the end of the block, the copies need half the memory of the float32 matrices.
     """
     frozen = [weight for weight in model.parameters() if weight.dtype == torch.float32 and not weight.requires_grad]
@@ -343,15 +343,15 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def reset(self) -> None:
-        # `reset` of transformers 5.17 keeps the keys
+        # the keys are removed here, because `reset` of transformers 5.17 keeps them
         self.keys = self.values = self._room = None
         self.is_initialized = False
         super().reset()
 
 
 def roomy_cache(model: PreTrainedModel, tokens: int) -> DynamicCache | None:
-    """A cache with memory for `tokens` tokens, for one call of `generate`. None if the model needs another cache of
-    transformers.
+    """A cache with memory for `tokens` tokens, for one call of `generate`. None if the model needs another kind
+    of cache.
     """
     if getattr(model, "_is_stateful", False) or model.config.is_encoder_decoder:
         return None

@@ -139,7 +139,7 @@ class PromptPlan:
             self._stops.append(len(self._groups))
 
     def _document(self, source: int, size: int, place: int, first_epoch: int) -> int:
-        """The number, within its source, of the document at a place of a stream.
+        """The number of the document at position `place` of a stream, counted among the documents of its source.
 
         size: the number of the stream's documents.
         first_epoch: the number of the permutation of the stream's first epoch.
@@ -179,7 +179,7 @@ class PromptDraw:
         while len(self._drawn) <= number:
             best, earliest = -1, 0
             for source, weight in enumerate(self._weights):
-                # by how many prompts the source is behind its share, including the next prompt, times `total`
+                # total × (share · (prompts of the run, including the next one) − prompts of this source so far)
                 behind = (len(self._drawn) + 1) * weight - total * self._counts[source]
                 if others * behind < total and others:  # the source would exceed the upper bound
                     continue

@@ -23,8 +23,8 @@ class QueueState:
 
     samples: the finished samples on which no step has trained yet.
     requested_at: for each requested group on which no step has trained yet, the step at which it was requested.
-    trained: the groups on which a step has trained before all groups with smaller numbers were trained; empty if the
-        schedule is in order.
+    trained: the trained groups whose number is larger than that of a requested group on which no step has trained
+        yet; empty if the schedule is in order.
     """
 
     samples: list[Sample] = field(default_factory=list)

@@ -45,7 +45,7 @@ class Sampling:
 
     @property
     def samples_all_tokens(self) -> bool:
-        """Whether no filter removes tokens. The recorded log-probabilities are then those of the sampling."""
+        """Whether no filter is used, so that recorded log-probabilities are those of the sampling distribution."""
         return self.top_p == 1 and self.top_k == 0 and self.min_p == 0
 
 
@@ -56,9 +56,9 @@ class GenerationRequest:
     number: a number that is unique in the run.
     prompt_ids: int32, at least one token.
     seed: the seed of the sampling, for engines that accept one.
-    max_new_tokens: a limit below `Sampling.max_new_tokens`, or None for `Sampling.max_new_tokens`.
+    max_new_tokens: an additional limit, or None. The smaller of this limit and `Sampling.max_new_tokens` applies.
     media: the media of the prompt; `prompt_ids` has their placeholder tokens.
-    media_tensors: the tensors that a client's processor has computed, used instead of `media`. `as_json` omits them.
+    media_tensors: the media as tensors that a client has computed, used instead of `media`. `as_json` omits them.
     sampling: the sampling settings, or None for the settings of the engine.
     """
 
@@ -92,8 +92,8 @@ class Completion:
     """A completion with the log-probability and the version of each token.
 
     ids_N: int32, including the end of sequence if the model generated one.
-    log_probs_N: float32, the engine's own log-probabilities of these tokens over the full vocabulary, after the
-        temperature.
+    log_probs_N: float32, the engine's own log-probabilities of these tokens over the full vocabulary, from the logits
+        divided by the temperature.
     versions_N: int32, the version of the weights that generated each token, which is the number of optimizer steps of
         the weights; `NOT_GENERATED` for tokens of an environment.
     finish: "stop" if the model ended the completion, "length" if a limit of tokens cut it.
@@ -148,7 +148,7 @@ CompletionCallback = Callable[[tuple[int, Completion]], None]
 class CompletionInbox:
     """The completions that engines have generated, in the order of their arrival. `put` can be called in any thread.
 
-    is_early: whether a thread reads the inbox while the engine in this job still generates other completions.
+    is_early: whether an engine in this job puts each completion as soon as it ends, while others are not finished.
     arrivals: tuples of a request's number, the completion or the error of the request, and the time of arrival in
         seconds of `time.monotonic`.
     """

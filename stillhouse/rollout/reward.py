@@ -23,7 +23,7 @@ _REPEATED_AFTER = 8
 
 
 class RepeatedCall:
-    """Repeats the first call of a part later, and warns if the result differs. name: the name in the warning."""
+    """Repeats the first call for one part of the reward, and warns if the result differs. name: for the warning."""
 
     def __init__(self, name: str, warn: Callable[[str], None]):
         self._name, self._warn, self._count = name, warn, 0
@@ -173,7 +173,7 @@ def with_advantages(
         return list(samples)
     assert len(raw_rewards) == len(samples)
     rewards, exponent = _scaled(raw_rewards)
-    # differences keep all digits of a small spread of large rewards; a mean of the rewards would lose some
+    # if rewards are large and almost equal, their mean would lose digits of the advantages; differences keep them
     differences = [reward - rewards[0] for reward in rewards]
     mean = statistics.fmean(differences)
     centered = [difference - mean for difference in differences]

@@ -139,7 +139,7 @@ class Rollout:
         """Give the weights of this step to the engine, if the student generates the samples."""
         if self.served is not None:
             with timeline.trainer(f"publish version {step}", step + 1, "weights"):
-                self.served.publish(step)  # the servers still generate
+                self.served.publish(step)  # servers still generate with the previous weights
         if self.schedule.in_order and self.engine is None:
             with timeline.trainer(WAIT_FOR_COMPLETIONS), self.shared():
                 if self.queue is not None and self.queue.has_requested(step):

@@ -73,7 +73,7 @@ class TokenSampler(LogitsProcessor):
         self._log_probs_B: list[Tensor] = []
 
     def __call__(self, input_ids_BS: Tensor, logits_BV: Tensor) -> Tensor:
-        # few passes over the vocabulary, in place, because one pass takes as long as a layer of a small model
+        # passes over the vocabulary are few and in place, because one pass takes as long as a layer of a small model
         scores_BV = logits_BV[:, : self._counted] / self._temperature
         scores_BV -= scores_BV[:, : self._vocabulary].amax(-1, keepdim=True)
         weights_BV = scores_BV.exp()
@@ -127,7 +127,7 @@ class TokenSampler(LogitsProcessor):
 class EndOfCompletion(StoppingCriteria):
     """Finds where each completion ends: at an end of sequence, at a stop text, or at its limit of new tokens.
 
-    Only new tokens are examined, because a prompt may contain ends of sequence and parts of stop texts.
+    Only new tokens are examined, because a prompt can contain ends of sequence and parts of stop texts.
 
     on_end: called after each token at which completions end, with the numbers of their rows.
     """

@@ -241,7 +241,7 @@ class Samples:
             self._call_about(sample, sample.parts, sample.turns - 1)
         if errors:
             raise errors[0]
-        # in rounds of which everything has arrived, add the replies, and request the rewards of samples that end
+        # in rounds that wait for nothing more, add the replies, and request the rewards of samples that end now
         for sample in chain.from_iterable(self._complete_rounds()):
             if sample.goes_on is None and not sample.add_reply():
                 self._request_rewards(sample, sample.parts)
@@ -306,7 +306,7 @@ class Samples:
         for arrival in self._arrived(0.0):
             sample = self._requested.get(arrival[0]) if isinstance(arrival, tuple) else None
             if sample is None or sample.settings.environment is not None or isinstance(arrival[1], Exception):
-                self._arrivals.put(arrival)  # `receive` raises the error, or requests the reply or the reward
+                self._arrivals.put(arrival)  # a later `receive` raises the error or handles the turn
             else:
                 self._add_completions([arrival])
         under_way = chain.from_iterable(self._rounds)
@@ -388,7 +388,7 @@ class Samples:
         return self._rewards[sample.number]
 
     def _request_rewards(self, sample: OpenSample, parts: Sequence[Completion]) -> None:
-        """Request the reward of an ended sample and the part that its object gives, if not requested before."""
+        """Request the reward of an ended sample, and the reward of the sample's object, if not requested before."""
         with self._lock:
             if sample.settings.object_gives_reward and sample.object_reward is None:
                 assert sample.settings.environment is not None

@@ -100,9 +100,9 @@ class TurnReplies(ABC):
 
     @abstractmethod
     def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
-        """Return the reply to the last turn, whose future is done. The sample ends if it is None or has no tokens.
+        """Return the reply to the last turn. If the reply is None or has no tokens, the sample ends.
 
-        sample, future: the argument and the result of `request`.
+        sample, future: the argument and the result of `request`. The future must be done.
         most: the number of tokens that the caller needs from the beginning of the reply.
 
         Raises UserFunctionError if the call has failed, or if a sample cannot have this reply.
@@ -128,8 +128,8 @@ class TurnReplies(ABC):
 
 
 def turn_texts(tokenizer: PreTrainedTokenizerBase, parts: Sequence[Completion]) -> list[Turn]:
-    """Return the texts of the turns and the replies in their order, without special tokens. Two turns of the model
-    are always separated by a token of a reply, so the joined tokens of a sample from a checkpoint are enough.
+    """Return the texts of the turns and the replies in their order, without special tokens. `parts` can also be one
+    joined completion, from a checkpoint, because there is always a token of a reply between two turns of the model.
     """
     completion = Completion.joined(parts)
     ids_N, is_generated_N = completion.ids_N, completion.versions_N != NOT_GENERATED

@@ -172,7 +172,7 @@ class FunctionCalls:
         if not problem.startswith(name := self._name(call)):
             problem = f"{name} {problem}{about_completion(*call.arguments[1:4:2])}"
         first, *frames = problem.split("\n")
-        # if the second process did not start, the call is not the cause: the error must not become a reply to a model
+        # if the second process did not start, the call is not the cause, so its error must not become a tool's reply
         kind = CallLostError if is_started else UserFunctionError
         repeated = "; the call was repeated once, in a new process, with the same result"
         call.future.set_exception(kind("\n".join([first + repeated, *frames])))

@@ -124,7 +124,7 @@ class UserFunction:
         try:
             with _ForeignCode(str(self), about):
                 call = partial(self.function, *arguments, **named)
-                # functions of evaluations never run in workers, so this advice is not for them
+                # no advice for evaluations: callbacks never run in workers, and a run without rollouts has none
                 advice = "; rollout.workers with rollout.worker_timeout limits the time of a call"
                 value = interruptible(str(self), call, about, advice if self.key.startswith("rollout.") else "")
         finally:

@@ -46,8 +46,8 @@ def answer_calls(settings: Mapping[str, Any]) -> NoReturn:
         `memory_bytes`, the memory that calls can use in addition to that of the imported functions, or None.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        # workers ignore these signals, because the run ends its workers itself. A handler is used instead of SIG_IGN:
-        # programs that a function starts then have the default handlers
+        # workers ignore these signals, because the run ends its workers itself. A handler is used instead of SIG_IGN,
+        # because programs that a function starts would inherit SIG_IGN
         signal.signal(number, lambda *_: None)
     messages = Messages(socket.socket(fileno=settings["descriptor"]))
     is_limited = settings["memory_bytes"] is not None
@@ -132,7 +132,7 @@ class Worker:
                 f"({first_line(error)}): expected only texts, numbers, lists and dicts, or rollout.workers=0"
             ) from error
         calls, episode = 1, episode_of(arguments)
-        if episode is not None:  # a worker that does not have the object of the sample calls it with all turns
+        if episode is not None:  # a worker without the sample's object makes a new one, which gets all turns
             turns = 1 if episode.number in self._samples else max(1, len(episode.turns))
             calls = turns + episode.wants_reward
             change = self._samples.discard if episode.has_ended else self._samples.add
