@@ -47,7 +47,7 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 def _unused_tokens(by_key: Mapping[str, Sequence[RolloutConfig | EvalPromptsConfig]]) -> Iterator[ConfigError]:
-    """Yield an error for tokens of servers that are in no reward, for example because of a misspelled address."""
+    """Yield an error if reward_tokens names a server that is in no reward, for example by a misspelled address."""
     for key, sections in by_key.items():
         servers = {part.server for section in sections for part in reward_parts(section.reward) if part.is_server}
         if unused := {address for section in sections for address in section.reward_tokens or {}} - servers:
@@ -56,7 +56,7 @@ def _unused_tokens(by_key: Mapping[str, Sequence[RolloutConfig | EvalPromptsConf
 
 
 def _shared_token(teachers: Mapping[str, TeacherConfig], rollout: RolloutConfig | None) -> Iterator[ConfigError]:
-    """Yield an error if the run has servers of several models, and some of them would get the default token."""
+    """Yield an error if the run has servers of several models, and one of them would get the default token."""
     sections: dict[str, TeacherConfig | RolloutConfig] = {**teachers}
     if rollout is not None:
         sections["rollout"] = rollout

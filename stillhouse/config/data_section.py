@@ -17,7 +17,7 @@ _METRICS |= {"teacher_cross_entropy", "tokens", "tasks_truncated"}
 
 
 def is_source_name(name: str) -> bool:
-    """Whether a source can have this name in metrics. "reward" cannot: rollout/reward/… are metrics of rewards."""
+    """Whether a source can have this name in metrics. "reward" is refused: rollout/reward/… are rewards' metrics."""
     return _NAME.fullmatch(name) is not None and name != "reward"
 
 
@@ -55,7 +55,7 @@ class SourceConfig(Section):
 
 
 def source_prefix(sources: Sequence[SourceConfig], number: int, name: str) -> str:
-    """Return `data.train[number].` if a source of prompts sets `rollout.<name>`, and "" if the section rollout does.
+    """Return `data.train[number].` if this source of prompts sets `rollout.<name>` itself, otherwise "".
 
     sources: the weighted sources; empty for a single source.
     """

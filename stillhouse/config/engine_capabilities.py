@@ -1,7 +1,7 @@
-"""The engines that can train a student: the part of the entries of `stillhouse.engines` that the configuration reads.
+"""The capabilities of the engines that can train a student, which the configuration reads.
 
-An entry is an `EngineKind` (`engine/engine_kind.py`). Its capabilities determine the rules between keys, the layout
-of a run and `parity`.
+Each entry of the group `stillhouse.engines` is an `EngineKind` (`engine/engine_kind.py`). Its capabilities determine
+the rules between keys, the layout of a run, and the layouts that `stillhouse parity` tests.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class EngineCapabilities:
     without: the keys that must have their defaults, and `key=value` for a value that the engine does not support.
     schedules: the supported pipeline schedules. If it is None, all schedules are supported.
     axes: the degrees that `stillhouse parity` sets above 1.
-    sequence: whether the engine has `parallel.sequence`. If so, experts need this key under tensor parallelism.
+    sequence: whether the engine supports `parallel.sequence`; if so, experts with parallel.tensor > 1 need it.
     settings: whether the key `parallel.<name of the engine>` contains settings under the engine's own names.
     recomputes: whether the engine itself recomputes layers in backward (`Layout.recompute`).
     always_in_group: whether a single process also needs a process group.

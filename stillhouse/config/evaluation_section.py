@@ -33,7 +33,7 @@ def set_of(metric: str | None) -> str | None:
 
 
 def is_of_callback(metric: str | None) -> bool:
-    """Whether a metric is from eval.callbacks: it is neither a metric of every run nor of an evaluation set."""
+    """Whether a metric is from eval.callbacks: it is neither in `KNOWN` nor a metric of an evaluation set."""
     return metric is not None and metric not in KNOWN and set_of(metric) is None
 
 

@@ -1,6 +1,6 @@
 """Converts each error of pydantic to one line: the key, the value, the expected values, and a suggestion.
 
-`other_tools.yaml` has other tools' names for Stillhouse's keys and values. The first suggestion reads it.
+`other_tools.yaml` has other tools' names for Stillhouse's keys and values. It is read at the first suggestion.
 """
 
 import difflib
@@ -32,7 +32,7 @@ from stillhouse.config.yaml_text import read_yaml
 from stillhouse.display import enumerated, name_list
 
 PEERS = {"trl": "TRL", "verl": "verl", "automodel": "Automodel", "swift": "ms-swift", "axolotl": "axolotl"}
-#: part of the hint about another tool's name that has no counterpart in Stillhouse
+#: these words are in the hint about another tool's name if no key of Stillhouse has the same meaning
 NO_KEY = "has no key here"
 #: the minimum similarity between a misspelled key and the right key
 CLOSE_ENOUGH = 0.75
@@ -66,7 +66,7 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
         keys = [inner for inner in _leaves(unknown, detail["input"]) if inner != unknown]
         peer_keys = [inner for inner in keys if peer_hint(inner)]
         yield from (unknown_key(inner, model) for inner in peer_keys or [unknown])
-        # for a section of another tool, one error per known key
+        # in a section of another tool, each known key has its own error; this error lists all other keys
         if peer_keys and (others := [key.removeprefix(f"{unknown}.") for key in keys if key not in peer_keys]):
             yield ConfigError(unknown, f"unknown section; there are no suggestions for its {name_list(others)}")
     else:
@@ -216,7 +216,7 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
 
 
 def override_hint(option: str, model: type[Section]) -> str:
-    """Return a hint with the override for an unknown option such as --learning-rate; "" for an unknown name."""
+    """Return a hint with the override to use instead of an option such as --learning-rate; "" if there is none."""
     name = option.lstrip("-").replace("-", "_")
     fields = [key for key in value_fields(model) if ANY_NAME not in key]
     if keys := [name] if name in fields else [key for key in fields if key.rpartition(".")[2] == name]:
@@ -294,7 +294,7 @@ def peer_entries() -> list[PeerKey]:
 
 
 def loss_hint(problem: str) -> str:
-    """Return a hint about another tool's name of a loss or argument in the message `problem`; "" for other names."""
+    """Return a hint about another tool's name of a loss or argument in the message `problem`; "" if it has none."""
     match = re.search(r"(unknown name|unexpected keyword argument|cannot read) '(\w+)'", problem)
     if match is None:
         return ""

@@ -18,7 +18,7 @@ from stillhouse.config.servers import ServerKind, reward_kinds
 _WEIGHT = re.compile(r"(?P<weight>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?) ?\* ?(?P<rest>.*)", re.DOTALL)
 
 
-#: the part that a method reward() computes; its class is in rollout.environment or rollout.tools
+#: the name of the part that is computed by the method reward() of a class in rollout.environment or rollout.tools
 OBJECT_REWARD = "environment"
 
 
@@ -47,7 +47,7 @@ class RewardSummand(NamedTuple):
 
 
 def reward_parts(reward: str | None) -> list[RewardSummand]:
-    """The parts of a valid reward; empty if the reward is None. Raises ValueError for an invalid text."""
+    """The parts of a reward; empty if the reward is None. Raises ValueError for an invalid text."""
     return [] if reward is None else [_part(text.strip()) for text in reward.split(" + ")]
 
 

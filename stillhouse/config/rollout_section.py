@@ -100,7 +100,7 @@ class SourceRolloutConfig(PromptConfig):
 
     @model_serializer(mode="wrap")
     def _set_keys(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write only the keys that are set, because null is a value of some keys."""
+        """Write only the keys that are set, because each key that is read again replaces that of section rollout."""
         return {name: value for name, value in write(self).items() if name in self.model_fields_set}
 
 

@@ -99,9 +99,10 @@ class Rule:
 
 
 def excludes(key: str, *others: str, expected: str = "", because: str = "") -> Rule:
-    """Return the rule that `key` must not be set if one of the other keys is set, or never if there are no others.
+    """Return the rule that `key` must not be set if one of the other keys is set.
 
-    A key is set if its value is neither the default nor null. `key=value` is set if the key has this value.
+    If there are no other keys, `key` must never be set. A key is set if its value is neither the default nor null.
+    `key=value` is set if the key has this value.
     """
     keys, signs, texts = zip(*(text.partition("=") for text in (key, *others)), strict=True)
 

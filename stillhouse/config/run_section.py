@@ -74,7 +74,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _rollouts_minimise_reverse_kl(cls, content: Any) -> Any:
-        """Set the default loss of a run with the section rollout: reverse_kl."""
+        """Set reverse_kl as the default loss of a run with the section rollout."""
         if not isinstance(content, Mapping) or content.get("rollout") is None:
             return content
         objective = content.get("objective", {})

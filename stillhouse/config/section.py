@@ -19,7 +19,7 @@ from pydantic_core.core_schema import CoreSchema, literal_schema
 from stillhouse.config.errors import ConfigError
 from stillhouse.registry import distribution, load, registered
 
-#: the beginnings of this project's own entry points. The distribution is not compared: a fork may rename it
+#: the beginnings of this project's own entry points; a fork can rename the distribution, so it is not compared
 _OWN = ("stillhouse.", "stillhouse:")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 #: a parameter of an address whose value is a secret
@@ -73,7 +73,7 @@ class Section(BaseModel):
     @classmethod
     def _without_removed_keys(cls, content: Any) -> Any:
         for name, (default, _) in cls.removed.items():
-            if isinstance(content, dict) and name in content:  # config.yaml of an earlier run has all keys
+            if isinstance(content, dict) and name in content:  # as in config.yaml of an earlier run
                 content = dict(content)
                 if content.pop(name) != default:
                     raise cls.removed_key(name)
@@ -149,7 +149,8 @@ def keys_of_add_ons(group: str, section: str, kind: Any = None, description: str
     """Return a section with the keys that other distributions register in a group of entry points.
 
     section: the name of the section that inherits the keys.
-    kind: the type of each key. If it is None, each entry has the attribute `field`, which may be None.
+    kind: the type of each key. If it is None, the attribute `field` of each entry is the field of its key. An entry
+        whose `field` is None has no key.
     description: the text for each key of this type, in which {name} and {distribution} are replaced.
 
     A class that inherits the keys raises ValueError if one of their names is taken.

@@ -28,7 +28,7 @@ class ServerKind:
 
     name: the name of the entry point. title: the name of the kind in messages.
     reads_images: whether the server accepts the pixels that the run's own processor makes.
-    rounds_as_here: whether float32 log-probabilities differ from this process's values only by float32 rounding.
+    rounds_as_here: whether the server's float32 log-probabilities differ from this process's only by rounding.
     reward_schemes: the schemes of addresses in rollout.reward that belong to servers of this kind.
     """
 
@@ -41,7 +41,7 @@ class ServerKind:
     def open_engine(self, urls: list[str], sampling: Any, *, is_tied: bool, **options: Any) -> Any:
         """Connect to servers that generate completions; return a `RemoteEngine`. options: see `ServedEngine`.
 
-        is_tied: whether the student's head is tied to its embedding, and the servers get the full model.
+        is_tied: whether the student's head is tied to its embedding, and the servers get full models, not adapters.
         """
         raise ConfigError("rollout.engine", f"got {self.name}: {self.title} generates no completions")
 
@@ -86,9 +86,9 @@ RewardTokens = dict[Annotated[str, Field(min_length=1)], VariableName]
 
 
 def server_token(key: str, variable: str | None) -> str | None:
-    """Return the token in an environment variable. Without a name, return that in `TOKEN_VARIABLE`, if it is set.
+    """Return the token in an environment variable; by default in `TOKEN_VARIABLE`, or None if that is not set.
 
-    key: the key that names the variable, for messages.
+    key: the configuration's key for the variable, for messages.
 
     Raises ValueError if a variable that the configuration names is not set, or if its value cannot be a token. The
     message does not show the value.

@@ -24,12 +24,12 @@ class SourceKind:
     is_store: whether the source is a `SignalStore`, which `open` opens. If not, `source` makes a `SignalSource`.
     needs_model: whether the source runs `teacher.model` in this job, so that this key must be set, too.
     beside: the keys among `WEIGHT_KEYS` and `model` that can be set together with this key. because: the reason why
-        all others of these keys have no effect.
+        all other keys of `WEIGHT_KEYS` have no effect.
     options: the keys that have an effect only with this source. If `signal` is one of them, the user chooses the
         kind of signal.
     any_tokens: whether there are signals for tokens outside the data: for completions, and after a prefix.
     compares_tokenizer: whether a run refuses a teacher with another tokenizer than the student's.
-    is_address: whether the value of the key may change when a run is resumed.
+    is_address: whether the value of the key is an address, which may be different when a run is resumed.
     """
 
     key: str
@@ -61,8 +61,8 @@ class SourceKind:
         raise NotImplementedError
 
     def source(self, sources: Any, section: str, teacher: Any, head: Any) -> Any:
-        """Make the `SignalSource` of a teacher. sources: the `TeacherSources`. head: the teacher's head, on the
-        processes with the student's last stage.
+        """Make the `SignalSource` of a teacher. sources: the `TeacherSources`. head: the teacher's head; None
+        on a process without the student's last stage.
         """
         raise NotImplementedError
 

@@ -106,7 +106,7 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
 
     @property
     def source(self) -> str:
-        """teacher or random."""
+        """The value of the key `from`: "teacher" or "random"."""
         return str(getattr(self, "from"))
 
     def chosen(self, count: int) -> list[int]:

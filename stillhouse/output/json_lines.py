@@ -67,7 +67,7 @@ def append(path: Path, file: FileIO, lines: bytes) -> None:
         # without this check, writing would succeed, but into a file that is no longer at this path
         there, opened = os.stat(path), os.fstat(file.fileno())
         same = (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
-        if not same and there.st_size != opened.st_size:  # a FUSE file system may change the inode number
+        if not same and there.st_size != opened.st_size:  # FUSE can change inode numbers, but not sizes
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -92,7 +92,7 @@ def read_lines(path: Path, parse: Callable[[bytes, str], T], notes: list[str]) -
     """Yield (file and line number, offset, result of `parse`) for every line.
 
     parse: a function of a line without its newline, and of the file and line number for errors. If it raises
-    ValueError for a last line without a newline, the line is skipped, and a note for the page is appended to `notes`.
+    ValueError for a last line without a newline, the line is skipped, and `notes` gets a note for the report.
     """
     offset = 0
     with path.open("rb") as file:
@@ -129,7 +129,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def validated(kind: Callable[..., T], value: object, where: str) -> T:
-    """Return the value as this type. Raises ValueError with `where` and the key."""
+    """Return the value as type `kind`. Raises ValueError with `where` and the key if the value does not fit it."""
     try:
         record: T = _type_adapter(kind).validate_python(value)
     except ValidationError as error:
@@ -177,7 +177,7 @@ def without_infinity(values: Mapping[str, float | None]) -> dict[str, float | No
 
 
 def read_metrics(path: Path) -> tuple[list[MetricsLine], list[str]]:
-    """Return the lines of a metrics.jsonl, and notes for the page.
+    """Return the lines of a metrics.jsonl, and notes for the report.
 
     An incomplete last line without a newline is skipped, because a killed run can leave such a line.
     """

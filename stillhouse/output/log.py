@@ -80,7 +80,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         values: Mapping[str, Any] | None = None,
     ):
         self._path = folder.metrics
-        # the trackers are opened before lines of the log are removed, which show the steps that the trackers have
+        # open the trackers first, because the lines of the log that are removed below show which steps they have
         self._trackers = open_trackers(folder, track, progress, values or {}, self.print_line)
         with explained_write_errors(self._path):
             # unbuffered, so that closing the file does not repeat a failed write

@@ -33,8 +33,8 @@ class Progress:
 
     step, tokens, seconds: the steps done, the target tokens trained on, and the time spent.
     metrics: the results of the evaluation after this step; empty if there was none.
-    data: hashes of each split's documents, and of all other inputs of the documents and of evaluation prompts.
-    models: a hash of the tokenizer and of each model's files.
+    data: the hashes of `RunIdentity.data` (documents and media processors) and of the prompts of evaluations.
+    models: the values of `RunIdentity.models`: hashes of the tokenizer and of each model's files, and others.
     configuration: a hash of the values that affect the weights.
     log_bytes, log_sha256: the length and the hash of metrics.jsonl.
     started_from: the checkpoint of another run that this run began with, if any.

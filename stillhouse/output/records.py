@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeInt, ValidationInfo
 
-#: the parts of a job that have a lane in the timeline, in the order of the page
+#: the parts of a job that have a lane in the timeline, in the order of the report
 Lane = Literal["rollout", "teacher", "trainer", "weights"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 #: the first word of `TimelineSpan.what` while the trainer waits
@@ -63,7 +63,7 @@ class SampleRecord:
 
     length: the number of tokens; `tokens` can be shorter. reward, advantage: None without a reward.
     reward_parts: if the reward is a weighted sum, its parts by name, before they are multiplied by their weights.
-    staleness: the number of optimizer steps from the oldest weights that generated the completion to this step.
+    staleness: step − 1 − the oldest version of the weights that generated a token; 0 if `source` is not the student.
     prompt_source: the name of the prompt's source, if the run has several.
     """
 
@@ -141,8 +141,8 @@ class TermAtToken:
 
     value: the term's value in nats.
     gradient: the norm of the gradient of scale · value with respect to the student's logits.
-    raises, lowers: the logits with the most negative and the most positive gradients, which gradient descent raises
-        and lowers, as pairs (token text, absolute value of the gradient), the largest first.
+    raises: the logits with the most negative gradients, which gradient descent raises, as pairs (token text, absolute
+        value of the gradient), the largest first. lowers: such pairs of the logits with the most positive gradients.
     """
 
     value: float

@@ -30,7 +30,7 @@ class TrackerState(BaseModel):
     """The content of trackers.json. name, id: see `TrackedRun`; a copy of a folder keeps the name of the original.
 
     active: the trackers to which the lines of metrics.jsonl are being sent.
-    sent: for each tracker and metric, the last step that was sent, unless metrics.jsonl still contains this step.
+    sent: for each tracker and metric, the last sent step. Steps that are still in metrics.jsonl can be left out.
 
     Every other key is the name of a tracker, and its value is the id that this tracker gave to the run.
     """

@@ -50,8 +50,8 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     """Load the tokenizers and the data of a run.
 
     stores: the signal stores, by the keys of the teachers' sections.
-    fits_teachers: whether sequences have room for the prompts of teachers in this job. Otherwise, teachers read
-        documents one by one.
+    fits_teachers: whether packed sequences have room for the texts of teachers in this job, which can be longer than
+        the student's. It is false for a cache, because its teacher reads the documents in other batches.
 
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or the tokenizers.
     """
@@ -84,7 +84,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
             f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
             "held-out metrics will look better than they are"
         )
-    # packed rows have gaps for the longer texts of teachers in this job; with rollouts, weights apply to prompts
+    # gaps are room for the longer texts of teachers in this job. With rollouts, weights select prompts, not sequences
     gaps = [section.partition(".")[2] for section in in_job] if fits_teachers else []
     weights = [source.weight for source in data.weighted_sources] if config.rollout is None else []
     pack = partial(
@@ -248,7 +248,7 @@ def _proven_tools(
 ) -> ToolSchemas:
     """Return the schemas of the tools of one source of prompts.
 
-    full_key: returns the full key for a key of the source.
+    full_key: a function from a key of rollout to the full key that sets it for this source.
 
     Raises ConfigError if the tools cannot be used, if calls in the format of the chat template cannot be parsed, or
     if the template cannot write the replies of environments as turns.
@@ -283,7 +283,7 @@ def _media_processor(
 def _media_inputs(
     processor: MediaProcessor, readers: Mapping[str, TeacherMedia], splits: Collection[Documents]
 ) -> tuple[MediaInputs, dict[str, str], list[Any]]:
-    """Return the inputs from media, the processors' hashes by section, and one identity of all processors."""
+    """Return the `MediaInputs`, the processors' hashes by section, and one identity of all processors."""
     for documents in splits:
         processor.check_texts(documents)
     teachers, identities = dict[str, MediaInputs | None](), {"student": processor.identity()}

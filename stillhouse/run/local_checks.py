@@ -32,8 +32,8 @@ Need = Literal["data", "run", "servers"]
 def check_local(config: RunConfig, needs: Collection[Need]) -> None:
     """Raise one ConfigError with all mistakes in models and in the things that a command needs.
 
-    needs: "data" for data and functions, "run" for the run's folder and a layout, "servers" for servers that already
-        listen.
+    needs: "data" for data and functions, "run" for the run's folder and a layout, "servers" for servers, which
+        must already listen.
     """
     data, prompts, teachers = config.data, config.eval.prompts, config.teacher_sections
     models = {"student": config.student, **teachers}
@@ -90,7 +90,7 @@ def require_writable(out: str) -> None:
     if os.environ.get("RANK", "0") != "0":  # only rank 0 writes to the folder
         return
     try:
-        # permissions do not show this, for example in /proc, on read-only disks, and for administrators
+        # write as a test, because permissions mislead in /proc, on read-only disks, and for administrators
         os.rmdir(tempfile.mkdtemp(prefix=".stillhouse-", dir=existing))
     except OSError as error:
         raise ConfigError(
@@ -103,7 +103,7 @@ def _require_function(path: str) -> None:
 
 
 def _require_server(url: str) -> None:
-    """Raise ValueError unless a server listens at the address. `distill` waits for the server instead."""
+    """Raise ValueError unless a server listens at the address. A run has no such check: it waits for the server."""
     address = urlsplit(url)
     try:
         port = address.port or (443 if address.scheme == "https" else 80)

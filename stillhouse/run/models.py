@@ -54,7 +54,7 @@ class ModelSources:
     """The sources of a run's models: full models in a run of one process, otherwise shards of this process.
 
     teachers: the sections of all teachers, by their keys
-    parts: the losses in addition to the objective; each prepares the student
+    parts: the losses in addition to the objective; each adds its modules to the student (`LossPart.prepare`)
     mesh: the processes over which each model is distributed
     seed: the seed of new weights
     offload: the value of `parallel.offload`. packing: the value of `data.packing`
@@ -112,11 +112,11 @@ class ModelSources:
     ) -> ModelSource:
         """Return the source of a sharded model. Each process reads its own shard from the model's files.
 
-        section: the key of the model's section. folder: replaces the folder of the section, for example by that of a
-            store
+        section: the key of the model's section. folder: a folder to read in place of the section's model, for example
+            that of a store
         device: the device of the weights, or None for the run's device
         offload: whether the weights are in host memory between uses
-        autocast: the dtype of the model's forward under autocast. weights: see `empty_decoder`
+        autocast: the dtype of the forward under autocast; None: without autocast. weights: see `empty_decoder`
         """
         model = self.student if section == "student" else self.teachers[section]
         if model.trust_remote_code:
@@ -270,7 +270,7 @@ def load_model(
 def _read_layers(decoder: Decoder, folder: str, layers: Sequence[int]) -> None:
     """Read the weights of the student's layers, and all its other weights, from the teacher's folder.
 
-    layers: the numbers of the teacher's layers.
+    layers: for each layer of the student, the number of the teacher's layer that it gets.
     """
     with as_config_error(_INIT):
         numbered = numbered_layers(decoder)
@@ -323,6 +323,6 @@ def _initialize_randomly(decoder: Decoder, config: PreTrainedConfig, dtype: Any,
     for name, parameter in decoder.state_dict().items():
         if name.partition(".")[0] in decoder.layer_losses:
             continue
-        # the last stage of a pipeline has a separate copy of a tied head
+        # the last stage of a pipeline has a separate copy of a tied head, which gets the values of the embedding
         source = values[full.embedding_name if full.tied and name == HEAD_WEIGHT else name]
         set_from_global(parameter, source)

@@ -152,7 +152,7 @@ class RunObjective:
         if not self.rollouts:
             return spec
         rollout, temperatures = self.rollouts[0], sampling_temperatures(self.rollouts)
-        if key != f"{BY_ORIGIN}.{DATASET}":  # the dataset's objective has no terms of completions
+        if key != f"{BY_ORIGIN}.{DATASET}":  # no term of the dataset's objective uses rewards
             self._require_rewards(key, loss, spec)
         is_on_student_alone = all(source.is_on_student_alone for source in self.rollouts)
         if spec.cross_entropy is not None and is_on_student_alone and by_student:

@@ -78,7 +78,7 @@ def check_models(
     teachers: all teachers' sections.
     max_tokens: the maximum number of tokens of a document; rows of several documents in `data` can be longer.
     """
-    # the student reads the prefixes of teachers that are the student itself
+    # a teacher that is the student itself has no decoder of its own, so its prefix is checked with the student's
     read_by_student = [section for section, teacher in teachers.items() if teacher.signals_from == "student"]
     held_out = None if data.evaluation is None else data.evaluation.documents
     splits = [split for split in (data.train.documents, held_out, data.dataset) if split is not None]

@@ -182,7 +182,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
 
 
 def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
-    """Like `prepare`. setup: its configuration is a result of `with_precision`."""
+    """Like `prepare`, but for a setup. The configuration of the setup must be a result of `with_precision`."""
     config, stores = setup.config, setup.stores
     loss = Loss(setup.objective.spec, setup.objective.in_words(stores))
     if announce:
@@ -247,7 +247,7 @@ def _in_rows(data: Data, models: Models, setup: RunSetup) -> Data:
     if not models.ranks.largest(int(has_rows)):
         return data
     data, config, layout = replace(data, by_length=True), setup.config, setup.layout
-    if config.rollout is not None:  # with rollouts, each step packs its completions
+    if config.rollout is not None:  # completions are packed later, in each step
         return data
     capacity = micro_batch_capacity(config.train, config.data.max_tokens, layout.degrees.data, layout.stages)
     return data.sorted_by_length(capacity, max(config.data.max_tokens, config.eval.micro_batch_tokens or capacity))
@@ -296,9 +296,8 @@ def _set_sizes(documents: Documents) -> list[int]:
 def _identity(setup: RunSetup, models: Models, data: Data, model_hashes: dict[str, str]) -> RunIdentity:
     """Return the hashes that must not change when the run is resumed.
 
-    If the run generates completions, the hashes include the values of `COMPLETION_KEYS`.
-
-    Raises ValueError if these values differ between ranks.
+    If the run generates completions, the hashes include the values of `COMPLETION_KEYS`. Raises ValueError if these
+    values differ between ranks.
     """
     rollout, evaluation = setup.config.rollout, setup.config.eval
     completes = bool(evaluation.samples or evaluation.tasks or evaluation.prompts or evaluation.callbacks)

@@ -65,7 +65,7 @@ class RunSetup:
     @cached_property
     def stores(self) -> dict[str, SignalStore]:
         """The signal stores, by the keys of the teachers' sections. Raises ConfigError if one cannot be used."""
-        tokens = self.config.train.micro_batch_tokens  # for teachers with another tokenizer
+        tokens = self.config.train.micro_batch_tokens  # the batch size of teachers with another tokenizer
         stored = {section: teacher for section, teacher in self.teachers.items() if teacher.source_kind.is_store}
         return {
             key: teacher.source_kind.open(key, teacher, self.objective, tokens) for key, teacher in stored.items()
@@ -209,9 +209,7 @@ def device_of(name: str) -> torch.device:
 
 
 def configured_layout(parallel: ParallelConfig, processes: int, key: str = "parallel") -> Layout:
-    """The layout that a section describes.
-
-    key: the section's key, for error messages.
+    """The layout that a section describes. key: the section's key, for error messages.
 
     Raises ConfigError for an impossible layout (see `ParallelConfig.degrees`).
     """

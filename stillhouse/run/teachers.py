@@ -110,7 +110,7 @@ def require_signals(
 
 
 def _with_completion(documents: Documents, tokens_of_sources: Sequence[int]) -> Documents:
-    """Return the prompt that is longest together with a completion, extended to this length.
+    """Return the prompt whose length plus the most tokens of its completion is largest, extended to this sum.
 
     tokens_of_sources: the most tokens of a completion, by the number of the prompt's source.
     """
@@ -159,7 +159,7 @@ def teacher_of_stages(
     It is None if the student's stages need no model of the teacher.
 
     teacher, store: the single teacher, and its signal store if there is one.
-    head_only: whether the teacher's layers do not run in the student's stages.
+    head_only: true if no stage of the student has the teacher's layers, and only the last stage has its head.
     """
     if store is not None and store.signal.is_exact:
         assert store.teacher_folder is not None  # without it, the head of another model would be read
@@ -215,7 +215,7 @@ class TeacherSources:
         return SeveralTeachers(sources, self.student, teachers.route, heads_are_sharded=is_sharded)
 
     def _source(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SignalSource:
-        """The source of one teacher. head: the teacher's head, on processes that have the student's last stage."""
+        """The source of one teacher. head: the teacher's head; None on a process without the student's last stage."""
         store = self.stores.get(section)
         if store is None:
             source: SignalSource = teacher.source_kind.source(self, section, teacher, head)

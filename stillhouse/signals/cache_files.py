@@ -48,7 +48,7 @@ FORMAT = 2
 MANIFEST, INDEX, TEACHER, SHARDS = "cache.json", "index.json", "teacher", "shards"
 ID_BYTES = 16
 CACHE_KEY = "cache"
-#: the names of some fields in the file
+#: fields of `CacheManifest` that have another name in cache.json, and this name
 _STORED = {"media": MEDIA, "teacher_media": f"teacher_{MEDIA}"}
 #: an integer of at most `_WIDEST` bits lies within `_REACH` bytes, even if it begins at the last bit of a byte
 _WIDEST, _REACH = 41, 6

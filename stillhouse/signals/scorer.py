@@ -158,7 +158,7 @@ def _extract_all(
 class LocalModelStore(SignalStore):
     """A signal store with a full copy of a teacher in this process, which runs on the documents of each read.
 
-    It is used to write a cache, and for a teacher with another tokenizer. Such a teacher has other rows than the
+    It is used to write a cache, and for a teacher with another tokenizer. Such a teacher reads other tokens than the
     student, and so cannot run in the student's stages.
 
     tokens: the maximum number of tokens in a forward pass; a longer document gets its own forward pass

@@ -133,7 +133,7 @@ class SeparateTeacher(SignalSource):
             dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.ranks.group)
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
-        """Compute `TeacherHidden` for the student's last stage at once: waiting signals would only need memory."""
+        """Compute `TeacherHidden` for the student's last stage. Computing it steps ahead would only need memory."""
         return self.request_some(micro_batches, range(len(micro_batches.all_ranks)))
 
     @torch.no_grad()
@@ -196,7 +196,7 @@ class SeparateTeacher(SignalSource):
         for number in numbers if rank in student_DCT else ():
             rows, tokens = padded_BS[number]
             size = rows, tokens // student_mesh.degrees.context, self._width
-            # if the teacher did not run, the zeros are a single expanded element, to save memory
+            # if the teacher did not run on this micro-batch, the zeros are one expanded element, to save memory
             zeros = torch.zeros(size if shapes[number].rows else (), dtype=self._dtype, device=mesh.device)
             received[number] = zeros.expand(size)
 

@@ -40,7 +40,7 @@ class PendingSignals:
 
 
 class SignalSource(ABC):
-    """A teacher, or several teachers.
+    """The source of the signals of a teacher, or of several teachers.
 
     steps_ahead: the number of steps by which requests are made in advance
     decoders: the teachers' models outside the student's stages, by the keys of their config sections
@@ -143,7 +143,7 @@ class SeveralTeachers(SignalSource):
             named = {name: signal for name, signals in teachers.items() for signal in signals[number].values()}
             if rows is not None:
                 routed = {name: RoutedSignal(signal, rows[1][number][name]) for name, signal in named.items()}
-                if not self._heads_are_sharded:  # all ranks must gather sharded heads in the same order
+                if not self._heads_are_sharded:  # sharded heads are all kept: every rank must gather them
                     # teachers without rows are dropped, but at least one is kept
                     with_rows = {name: signal for name, signal in routed.items() if len(signal.index)}
                     routed = with_rows or dict([*routed.items()][:1])
@@ -193,6 +193,6 @@ class SeveralTeachers(SignalSource):
             teacher.close()
 
 
-#: for each micro-batch of this process: the rows with a non-zero weight, by the name of their teacher; first on the
-#: CPU, then on the device
+#: two lists, on the CPU and on the device. They have, for each micro-batch of this process, the indices of the rows
+#: with a non-zero weight, by the name of their teacher
 _RoutedRows = tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]

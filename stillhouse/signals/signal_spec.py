@@ -135,7 +135,7 @@ class DocumentRows:
 
 
 def problem_in(spec: SignalSpec, vocabulary: int, tensors: Mapping[str, Tensor]) -> str:
-    """Describe the first impossible value, or return "" if there is none. vocabulary: the teacher's head rows"""
+    """Describe the first impossible value, or return "". vocabulary: the number of rows of the teacher's head"""
     if spec.kind == "hidden":
         return "" if tensors["hidden"].isfinite().all() else "'hidden' is not finite"
     ids_NK = tensors["ids"]

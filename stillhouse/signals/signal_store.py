@@ -34,8 +34,8 @@ from stillhouse.signals.in_stage_teachers import student_forward
 from stillhouse.signals.signal_source import PendingSignals, SignalSource
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: a process that waits for the teacher looks for a signal such as SIGTERM at this interval, and continues to wait for
-#: this time after such a signal
+#: the interval at which a process that waits for the teacher checks for a signal such as SIGTERM, and the time for
+#: which the process still waits after such a signal
 SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP = 0.5, 5.0
 #: the tensors of a step's micro-batches
 StepTensors = list[dict[str, Tensor]]
@@ -101,7 +101,7 @@ class SignalStore(ABC):
 
 
 class SignalWatch:
-    """Raises an error `SECONDS_TO_STOP` after a signal such as SIGTERM. A waiting loop must call it."""
+    """Raises an error `SECONDS_TO_STOP` after a signal such as SIGTERM. A loop that waits must call this object."""
 
     def __init__(self, error: Exception):
         self._error = error
@@ -225,7 +225,7 @@ class StoredTeacher(SignalSource):
         return step_tensors
 
     def _empty(self, micro_batch: MicroBatch, device: torch.device | str) -> dict[str, Tensor]:
-        """Return zeros on a device. Zeros on the CPU are pinned if the micro-batch is on a GPU."""
+        """Return zeros for a micro-batch's tensors. On the CPU, they are pinned if the micro-batch is on a GPU."""
         pinned = torch.device(device).type == "cpu" and micro_batch.labels_T.device.type == "cuda"
         return {
             name: torch.zeros(len(micro_batch.labels_T), *shape, dtype=dtype, device=device, pin_memory=pinned)
