@@ -52,10 +52,10 @@ def enumerated(names: Sequence[str], word: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message. The later lines, in which libraries give advice, are omitted.
+    """Return the first line of an error's message, and also the second line if the first one ends with a colon.
 
-    The error's type precedes the line, except for ValueError, OSError and jinja2's errors: their messages are
-    sentences.
+    The later lines, in which libraries give advice, are omitted. The error's type precedes the text, except for
+    ValueError, OSError and jinja2's errors, whose messages are sentences.
     """
     first, _, rest = str(error).strip().partition("\n")
     if first.endswith(":"):

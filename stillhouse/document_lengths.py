@@ -27,7 +27,7 @@ class DocumentLengths(NamedTuple):
     def of(cls, position_ids_BS: Tensor, is_padding_BS: Tensor | None = None) -> Self:
         """Compute the lengths from position ids. The host waits for the device of the position ids.
 
-        is_padding_BS: bool, or None without padding. If all tokens are padding, `filled_K` has the first document.
+        is_padding_BS: bool, or None without padding. If all tokens are padding, `filled_K` is [0].
         """
         begins_T = document_starts(position_ids_BS)
         starts_N = begins_T.nonzero()[:, 0]

@@ -1,7 +1,7 @@
 """Replaces functions of a run during a dry run.
 
-A dry run (`stillhouse plan`) has no GPU, no other processes, and no values of tensors. The decorator `replaceable`
-marks each function that needs a GPU, another process or a value. `dry_run` replaces marked functions within a block.
+A dry run (`stillhouse plan`) has no GPU and no other processes, and its tensors have no values. So the decorator
+`replaceable` marks each function that needs one of these three, and `dry_run` replaces marked functions in a block.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -9,9 +9,9 @@ from typing import Any
 def names_at_first_use(
     package: str, modules: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__`, which imports a name at its first use, and its `__dir__`.
+    """Return the functions `__getattr__` (which imports a name at its first use) and `__dir__` for a package.
 
-    modules: the module of each name. If it is None, every name is in the package's module `public`.
+    modules: for each name, the module that has it. None means that the package's module `public` has all names.
     """
 
     def get(name: str) -> Any:

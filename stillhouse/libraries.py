@@ -2,7 +2,7 @@
 
 transformers, tokenizers, datasets and ruamel hardly validate files: a number in place of a string causes an
 AttributeError deep inside them. So each call of these libraries that reads external files is in a `reading` block.
-Such a block contains no code of our own.
+Such a block contains no code of our own, because `reading` would also convert the errors of our bugs.
 """
 
 import os
@@ -59,7 +59,7 @@ class reading(AbstractContextManager[object]):
     """Convert a library's error in the block to ValueError("{what}: {the error's first line}").
 
     passes: types of errors that are not converted.
-    library: an additional library, whose errors are also converted if they derive directly from Exception.
+    library: the name of an additional library. All errors that it defines are also converted.
     """
 
     def __init__(self, what: str, *, passes: type[Exception] | tuple[()] = (), library: str = ""):
@@ -76,7 +76,7 @@ class reading(AbstractContextManager[object]):
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return the first problem in pydantic's error, after the key of the value that has the problem."""
+    """Return the first problem in pydantic's error as "{dotted key of the value}: {problem}"."""
     first = error.errors(include_url=False, include_input=False)[0]
     return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
 

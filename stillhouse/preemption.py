@@ -51,7 +51,7 @@ _INTERRUPT = signal.SIGURG
 _YIELD, _YIELD_SECONDS = signal.SIGVTALRM, 0.2
 _MILLISECONDS_BETWEEN_LOOKS = 200
 #: a warning names a function of the user when one call has run for `SECONDS_UNTIL_NAMED`. A thread checks this every
-#: `SECONDS_BETWEEN_LOOKS`; as after a signal, `_YIELD` lets the thread run
+#: `SECONDS_BETWEEN_LOOKS`. During a call, the main thread gets `_YIELD`, so that the checking thread can run
 SECONDS_UNTIL_NAMED, SECONDS_BETWEEN_LOOKS = 60.0, 5.0
 
 _OUTPUTS = (1, 2)
@@ -155,7 +155,7 @@ def interruptible(what: str, work: Callable[[], T], about: str = "", advice: str
 
 @contextmanager
 def surviving_lost_reader() -> Iterator[None]:
-    """Ignore the error of a failed write to the output if a signal arrives within `SECONDS_OF_LOST_READER` or before.
+    """Ignore a failed write to the output if a signal has arrived or arrives within `SECONDS_OF_LOST_READER`.
 
     The signal may end the process that reads the output, such as `tee`, before this process receives it.
     """
@@ -204,7 +204,7 @@ class _Listener:
             _set_timer(_YIELD_SECONDS)
 
     def enter(self, function: str, late: str) -> None:
-        """Record that a function of the user begins. Raises OverdueError if no time is left.
+        """Record that a function of the user begins. Raises OverdueError if `SECONDS_TO_RETURN` are already used up.
 
         late: the line to print if the function does not return soon.
         """
@@ -254,7 +254,7 @@ class _Listener:
                     signal.pthread_kill(main, _INTERRUPT)
             entered_at, late = self._entered_at, self._late
             is_due = late and self._function is not None and time.monotonic() - entered_at > SECONDS_UNTIL_NAMED
-            if is_due and entered_at == self._entered_at:  # if they differ, another call has begun meanwhile
+            if is_due and entered_at == self._entered_at:  # not equal if another call has begun meanwhile
                 self._late = ""
                 print_line(f"warning: {late}")
             looks = _MILLISECONDS_BETWEEN_LOOKS if self.received else 1000 * SECONDS_BETWEEN_LOOKS
@@ -280,7 +280,7 @@ class _Listener:
         now, finishing = time.monotonic(), self.finishing
         if self.received and "RANK" in os.environ and now - self._received_at <= REPEATED_SECONDS:
             return
-        function = self._function  # another thread may set it to None meanwhile
+        function = self._function  # a copy, because the main thread may set `_function` to None meanwhile
         if self.received or finishing is None:
             was_running = "" if function is None else f"; {function} was running"
             end_process(128 + number, self._message(number) + was_running if _is_rank_0() else None)

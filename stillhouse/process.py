@@ -1,6 +1,4 @@
-"""Prints the error line of this process, ends the process (despite other threads, or with torchrun), and limits its
-memory.
-"""
+"""Prints error lines, ends the process (even if threads hang, or when torchrun has ended), and limits its memory."""
 
 import os
 import resource

@@ -118,7 +118,7 @@ class RandomNumbers:
     """Random integers that are the same in all versions of numpy, because they are made from raw 64-bit integers."""
 
     def __init__(self, task: str, seed: int, number: int):
-        import numpy as np  # not at the top, because the configuration imports this module, but not numpy
+        import numpy as np  # not at the top: the configuration imports this module, and must not import numpy
 
         name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
         self._bits = np.random.PCG64(np.random.SeedSequence([name, seed, number]))

@@ -106,7 +106,7 @@ def write_weights(
     """Write weights as transformers does, with one file in memory at a time.
 
     shapes: all weights as tensors on the meta device.
-    read: returns the weights with these names.
+    read: returns the weights with the given names.
     parameters: the number of parameters that the index states. If it is None, the elements of `shapes` are counted.
     file: the name of the file if all weights fit into one file.
     """
@@ -124,7 +124,7 @@ def write_weights(
 def save_merged(folder: Path, base: StudentConfig, adapter: Path, dtype: str | None = None) -> None:
     """Merge an adapter into its base model in host memory, and save the merged model.
 
-    dtype: the dtype of the computation and of the saved weights. If it is None, it is `base.dtype`.
+    dtype: the dtype of the computation and of the saved weights. None means `base.dtype`.
     """
     model = load_causal_lm(
         base.model, revision=base.revision, dtype=dtype or base.dtype, trust_remote_code=base.trust_remote_code

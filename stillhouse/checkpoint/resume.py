@@ -85,17 +85,17 @@ _ADDED: dict[str, Any] = {
 #: the key in `RunIdentity.data` for the packing that determines the documents' order. Its value is "rows". If the key
 #: is absent, the packing is "packed"
 ORDER = "packing"
-#: keys in `RunIdentity.models` of runs that generate completions, and their descriptions in errors. Their values are
-#: the end-of-sequence ids in words, and `text_fingerprint`. Earlier versions did not write these keys
+#: keys in `RunIdentity.models` of runs that generate completions, and their descriptions in errors. The keys'
+#: values are the end-of-sequence ids in words, and `text_fingerprint`. Earlier versions did not write these keys
 COMPLETION_KEYS = {
     "end_ids": "the ids that end a completion (eos_token_id in generation_config.json, or the tokenizer's eos_token)",
     "text": "the text of ids and conversations (the decoder, the added tokens or the chat template of the tokenizer)",
 }
-#: the prefix of the keys in `RunIdentity.data` for processors of media, before the key of the model's section. The
-#: documents' hashes also depend on the processor; the separate key lets an error say that the processor has changed
+#: `RunIdentity.data` has a hash of a model's media processor under this prefix + the key of the model's section. The
+#: documents' hashes also depend on the processor; the separate hash lets an error say that the processor has changed
 PROCESSOR = "processor/"
-#: the key in `RunIdentity.data` for the names of vectors that are stored with several dims. Weight decay does not
-#: apply to these vectors; earlier versions applied it to them
+#: the key in `RunIdentity.data` for the names of vectors that are stored with several dims, such as [1, 1, n]. Weight
+#: decay does not apply to these vectors; earlier versions applied it to them
 DECAY = "weight decay"
 
 
@@ -121,7 +121,7 @@ def decisive_values(values: Mapping[str, Any]) -> dict[str, Any]:
         del flat["rollout"]  # runs of versions without this section can then be resumed
     free, decisive = tuple(f"{key}." for key in _FREE), dict[str, Any]()
     for key, value in flat.items():
-        # a key of one of several teachers has the rules of the key of a single teacher
+        # the rules for a key such as teachers.<name>.model are those for teacher.model
         single = re.sub(r"^teachers\.[^.]*\.", "teacher.", key)
         if not f"{single}.".startswith(free) and _ADDED.get(single, ...) != value:
             decisive[key] = value

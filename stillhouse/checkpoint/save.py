@@ -38,7 +38,7 @@ from stillhouse.output.progress import DamagedCheckpointError, Progress, State, 
 from stillhouse.rollout import Completion, QueueState, Sample
 
 _FINISHES: tuple[Literal["stop", "length"], ...] = ("stop", "length")
-#: the arrays of rollouts.safetensors: dtype, and a function that returns a sample's values. A name ends with the dim
+#: the arrays of rollouts.safetensors: dtype, and a function that returns a sample's values. Names end with their dim
 _ARRAYS: dict[str, tuple[type, Callable[[Sample], Any]]] = {
     "number_R": (np.int64, lambda sample: [sample.number]),
     "prompt_R": (np.int64, lambda sample: [sample.prompt]),
@@ -88,7 +88,7 @@ def save_checkpoint(
     require_space(folder, needed_bytes, ranks)
     with written_together(final, ranks, needed_bytes) as partial:
         saved = engine.save(partial / RESUME)
-        # if the shared file system was unmounted on one machine, the ranks of this machine write to a local folder
+        # if one machine has lost the shared file system, its ranks wrote locally, and rank 0 finds too few elements
         stored = stored_tensors(partial / RESUME) if ranks.is_first else {}
         chunks = [chunk for name, tensor in stored.items() if not name.startswith(RANDOM) for chunk in tensor.chunks]
         present = ranks.from_first(sum(math.prod(chunk.sizes) for chunk in chunks))
@@ -193,7 +193,7 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
 def _sample(arrays: Mapping[str, np.ndarray], number: int, tokens: slice, added: Mapping[str, Any]) -> Sample:
     """Return sample `number`, whose tokens are at `tokens` in the arrays.
 
-    added: values of all samples by field; None for a field that the version that wrote the file did not have.
+    added: for each field of `_Groups` that earlier versions did not write, the values of all samples, or None.
     """
     ids_N, log_probs_N, versions_N = (arrays[name][tokens] for name in ("ids_N", "log_probs_N", "versions_N"))
     sample = Sample(

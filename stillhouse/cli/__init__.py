@@ -160,8 +160,8 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _same_command(arguments: Sequence[str], effect: str = "") -> str:
-    """The command, and the effect of repeating it. If `effect` is empty, this is the effect after an interruption."""
-    # torchrun's command line is not available here
+    """Return the command and the effect of repeating it. effect: "" means the effect after an interruption."""
+    # torchrun's command line is not known here, so it cannot be shown
     command = "the same command" if "RANK" in os.environ else f"`{shlex.join(['stillhouse', *arguments])}`"
     return f"{command} {effect or _EFFECTS.get(next(iter(arguments), ''), 'starts again')}"
 

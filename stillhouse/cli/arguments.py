@@ -32,7 +32,7 @@ EXAMPLE = "--teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data train.jsonl 
 _OF_DATA = (".gz", ".zst", ".arrow", ".txt")
 #: suffixes that a configuration may have, even if there is a reader for them
 _OF_CONFIGURATIONS = (".json", ".yaml", ".yml")
-#: libraries that transformers and peft import if they are installed
+#: loggers whose warnings are hidden; transformers and peft import these libraries if they are installed
 _NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -89,13 +89,13 @@ def load_arguments(
 
 
 def is_data(file: str) -> bool:
-    """Whether a file has the suffix of a data file. A file of JSON may be a configuration."""
+    """Return whether a file has a suffix that only data files have. A .json file can also be a configuration."""
     readers = (f".{name}" for name in registered("stillhouse.readers"))
     return Path(file).suffix in {*_OF_DATA, *readers}.difference(_OF_CONFIGURATIONS)
 
 
 def is_override(argument: str) -> bool:
-    """Whether an argument is an override such as `train.steps=3`, and not a path such as `runs/lr=3/config.yaml`.
+    """Return whether an argument is an override (`train.steps=3`), and not a path (`runs/lr=3/config.yaml`).
 
     Hydra's form `~rollout.reward` also counts as an override if no file has this name. The user then gets an error
     about overrides, not about a missing file.
@@ -106,7 +106,7 @@ def is_override(argument: str) -> bool:
 
 
 def settings_layer(options: dict[str, str]) -> dict[str, Any]:
-    """The options as a layer of the configuration. Values are text; the value of `--eval` can also be a number."""
+    """Return the options as a layer of the configuration. Values are text, except that `--eval` may be a number."""
     settings: dict[str, Any] = {}
     for key, (flag, *_) in OPTIONS.items():
         value: str | float | None = options.get(flag.removeprefix("--"))

@@ -75,7 +75,7 @@ def export(
     from stillhouse.libraries import reading
     from stillhouse.tools.export_run import ExportSettings, export_run
 
-    if push is not None:  # before the export, which can take a long time
+    if push is not None:  # create the repository before the export, which can take a long time
         with reading(f"--push {push}: the hub did not accept the repository"):
             HfApi().create_repo(push, private=True, exist_ok=True)
     settings = ExportSettings(merge, dtype, int(size[1]) * _UNITS[size[2]], card, mtp)

@@ -1,8 +1,8 @@
 """Tests whether the Hugging Face hub can be reached, and whether it has the models, before models are loaded.
 
-Without this test, an error would come only after the import of the libraries and after their retries, which each take
-most of a minute. In offline mode, the libraries use only files that were downloaded before, and fail at once if a
-file is missing.
+Without this test, an error would come only after the libraries have been imported and have retried for most of a
+minute. In offline mode, the libraries use only files that were downloaded before, and fail at once if a file is
+missing.
 """
 
 import os

@@ -1,7 +1,8 @@
-"""The charts of the runs' metrics, with one series per run and side (student and teacher, for example).
+"""The charts of the runs' metrics.
 
-All metrics are drawn, except those without a group in the table of metrics. The metrics of the table come first, in
-its order. The unknown metrics (for example of a later version) follow, with their keys as titles.
+Metrics with the same title are sides of one chart, such as "student" and "teacher". A chart has one series for each
+run and side. All metrics are drawn, except those without a group in the table of metrics. The metrics of the table
+come first, in its order. The unknown metrics (for example of a later version) follow, with their keys as titles.
 """
 
 import itertools
@@ -32,7 +33,7 @@ class Series(TypedDict):
 class Chart:
     """A chart, and the metrics that it draws.
 
-    keys: the metric's key for each side; the first side has a solid line. Most charts have one unnamed side.
+    keys: the key of the metric of each side; the first side has solid lines. Most charts have one unnamed side.
     log: whether the page first shows a logarithmic axis. `draw_charts` changes this to False if the values do not
         span a large range, or are not all positive. positive: whether a logarithmic axis can show all values.
     explanations: a sentence for each metric. label: the curves in words, for readers who cannot see them.
@@ -98,9 +99,9 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
                 same_first = [names for names in matches[metric] if names[:1] == first]
                 is_side = metric.side and metric.key.count("{") == len(
                     first
-                )  # another side of the chart may have values
+                )  # another metric of the chart may have values
                 for names in same_first or ([first] if is_side else []):
-                    # another side of the chart with the metric's title, or a new chart
+                    # add the metric to the chart that has its title, or to a new chart
                     side = metric.named(*names)
                     new = Chart(side.group, side.title, side.unit, {}, side.log, side.percent)
                     chart = charts.setdefault((side.group, side.title), new)
@@ -110,7 +111,7 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _total_repeats(runs: Sequence[Run]) -> bool:
-    """Whether the total loss is redundant: every run has one term, and the term's values equal the total."""
+    """Return whether the total loss is redundant, because every run has only one term, which equals the total."""
     for run in runs:
         terms = {key for line in run.lines for key in line.values if key.startswith("loss/") and key != TOTAL}
         if len(terms) != 1:
@@ -139,9 +140,10 @@ def _series(lines: Sequence[MetricsLine], key: str, run: int, side: str) -> Seri
 
 
 def _with_gaps(points: Points) -> Points:
-    """Insert a gap between two points whose distance is well above both neighbouring distances.
+    """Insert a gap between two points if their distance is over 1.5 times the previous and the next distance.
 
-    With both comparisons, there is no gap where the logging interval changes, or before a shorter last interval.
+    If one of the two comparisons were enough, a change of the logging interval, or a shorter last interval, would
+    cause a gap.
     """
     distance = [after[0] - before[0] for before, after in itertools.pairwise(points)]
     result = points[:1]

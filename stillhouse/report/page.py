@@ -169,7 +169,7 @@ def _template() -> Template:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Return the folder names, with as many parent folders as all names need to be different."""
+    """Return the folder names, with the fewest parent folders that make all names different."""
     resolved = [path.resolve().parts for path in paths]
     depth = 1
     while len({parts[-depth:] for parts in resolved}) < len(resolved):
@@ -178,7 +178,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def title(run: Run) -> str:
-    """Return `student ← teachers`, each as the last part of a path or as a hub id."""
+    """Return `student ← teacher`, each as a hub id or the last part of a path; several teachers by section name."""
     names = []
     for section in (run.section("student"), run.section("teacher")):
         name = str(section.get("model") or "")
@@ -282,7 +282,7 @@ def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     rows = []
     for key in keys:
         texts = [config.get(key, ABSENT) for config in configs]
-        # the values of a section that only some runs have are separate rows
+        # a section that is null in some runs has no row of its own, because its values in other runs have rows
         is_section = any(nested.startswith(f"{key}.") for nested in keys)
         if len(set(texts)) > 1 and not (set(texts) == {ABSENT, NULL} and is_section):
             rows.append((escaped(key), texts))

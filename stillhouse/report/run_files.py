@@ -53,7 +53,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, with its lines in step order.
+    """The content of a run's folder. lines: the lines of metrics.jsonl, in step order.
 
     has_held_out_data: whether the configuration has held-out data; True if the configuration is missing.
     """

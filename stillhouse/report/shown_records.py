@@ -1,8 +1,7 @@
 """Prepares a run's records for the page: completions, the text of tokens, and the timeline of an on-policy run.
 
-A text is shaded by divergence and otherwise unchanged; invisible characters (newlines, tabs, control characters) get
-a mark. Each shade is a range of nats, which begins at twice the lower bound of the previous shade. The ranges are
-the same in all reports.
+A text is shaded by divergence. Its invisible characters (newlines, tabs, control characters) get a mark, and nothing
+else in it is changed. In all reports, shade 0 begins at 0 nats, and shade n > 0 begins at 2**(n - 6) nats.
 In the timeline, each part of the job has a lane. Spans of one lane that overlap in time are in different rows.
 """
 
@@ -51,7 +50,7 @@ def step_summary(samples: Sequence[SampleRecord]) -> str:
 
 
 def shown_tokens(sample: SampleRecord) -> Iterator[tuple[SampleToken, str, bool]]:
-    """Yield (token, its facts, whether its version differs from the previous token's)."""
+    """Yield (token, its facts, whether the previous token was generated with other weights)."""
     before = None
     for token in sample.tokens:
         parts = [] if token.target else ["not a target"]
@@ -169,7 +168,7 @@ class ShownTimeline(NamedTuple):
     start, seconds: the shown time, in seconds of the run.
     waiting: the seconds that the trainer waited in its steps, divided by the seconds of its steps. This is the mean
         of `speed/waiting`, weighted by the seconds of the steps. None if there is no trainer.
-    marks, ticks: pairs (left in percent, text).
+    marks (of steps), ticks (of times): pairs (left in percent, text).
     """
 
     first: int

@@ -55,7 +55,7 @@ Row = tuple[str, str] | str
 
 
 def print_check(config: RunConfig) -> None:
-    """Print the findings. Raises the errors that a run would raise, and an error about the run's folder last."""
+    """Print the findings. Raises the same errors as a run; an error about the run's folder is raised at the end."""
     folder = RunFolder(Path(config.out))
     with closing(prepare(config, announce=is_first())) as session:
         models, data, schedule, rollout = session.models, session.data, session.schedule, session.rollout
@@ -129,7 +129,7 @@ def _data_rows(data: Data, schedule: Schedule, rollout: RolloutPlan | None) -> I
 
 
 def _sample_rows(data: Data, *, on_policy: bool) -> Iterator[Row]:
-    """Yield the first document, then for each of the first documents with media its description and its beginning."""
+    """Yield the first document, then a description and the beginning of each of the first documents with media."""
     documents, processor = data.train.documents, data.processor
     words = "the completion follows it" if on_policy else "the tokens to predict are in ⟦ ⟧"
     yield "prompt" if on_policy else "sample", f"{documents.sources[0]}, {words}:"
@@ -214,7 +214,7 @@ def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
 def verdict(norms: Mapping[str, float]) -> str | None:
     """Return a sentence about losses whose gradients are much smaller than the largest; None for a single loss.
 
-    norms: the gradient norm of each loss with its coefficient. The norm of the cross-entropy with its z-loss is
+    norms: for each loss, the gradient norm of coefficient · loss. The norm of the cross-entropy with its z-loss is
     ignored. The norm of a regulariser counts only if it is the largest.
     """
     norms = {name: norm for name, norm in norms.items() if name != WITH_Z_LOSS}
@@ -254,7 +254,7 @@ def single_losses(engine: Engine) -> Iterator[tuple[str, Engine]]:
         yield name, engine.with_losses(spec)
     for part in engine.parts:
         if part != part.silent():
-            # an objective with a gradient of 0
+            # this objective has a gradient of 0, so that only the loss of `part` has a gradient
             yield part.key, engine.with_losses(ObjectiveSpec(entropy=0.0), [part])
 
 

@@ -2,7 +2,7 @@
 
 If this job generates the completions, the step of the check calls rewards, environments and tools. If servers
 generate them, `function_rows` calls each of these functions once, so that a failing function is found before the run.
-It also calls the functions of evaluations once.
+In both cases, `function_rows` calls the functions of evaluations once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -120,8 +120,8 @@ def function_rows(session: Session) -> Iterator[tuple[str, str]]:
 
 
 class _StandIn:
-    """Completes every prompt with `STAND_IN`. The servers do not have the student's weights, and a copy of the
-    student that generates in this job may need too much memory.
+    """Completes every prompt with `STAND_IN` and generates nothing, because the servers do not have the student's
+    weights, and a copy of the student that generates in this job may need too much memory.
     """
 
     def __init__(self, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]):

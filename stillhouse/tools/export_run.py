@@ -65,8 +65,7 @@ class ExportSettings:
 def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings) -> IntactCheckpoint:
     """Write the student of a run's folder or of a checkpoint to the new folder `out`, and return the checkpoint.
 
-    step: for a run's folder, the checkpoint: a number, "best" or "last". None means "last", and is required if `path`
-        is a checkpoint.
+    step: the step of a run's checkpoint, "best" or "last"; None means "last". Must be None if `path` is a checkpoint.
 
     Raises ValueError if `path` is neither a run nor a checkpoint, if the checkpoint is damaged or removed during the
     export, if an adapter's base has changed, or if the dtype cannot represent the weights.
@@ -222,7 +221,7 @@ def _copy_others(source: Path, names: Iterable[str], target: Path) -> None:
 
 
 def _kept_in_float32(source: Path) -> list[str]:
-    """Return the name parts of the weights that transformers keeps in float32 for every dtype of the model."""
+    """Return the names of the modules whose weights transformers keeps in float32 for every dtype of the model."""
     if not (source / CONFIG_NAME).is_file():
         return []
     config = read_configuration(str(source))
@@ -246,7 +245,7 @@ def _model_card(
             "or is of another version of stillhouse: restore it, or export without a model card (--no-card)"
         )
     if any(teacher.source_kind.is_store for teacher in setup.teachers.values()):
-        # the objective in words depends on the store's signals, which are not read here
+        # the objective in words depends on the store's signals, which are not read here, so environment.json is read
         path, expected = run / "environment.json", setup.objective.loss_in_words()
         objective = quoted_file(path).get("objective")
         if not isinstance(objective, str) or not objective.startswith(f"{expected}, "):

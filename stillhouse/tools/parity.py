@@ -104,7 +104,7 @@ def left_out(config: RunConfig) -> list[str]:
     """Return the keys, with their values, that are set in the configuration and that `parity` ignores."""
     values, name = dotted_values(config), config.parallel.engine
     engine = capabilities(name)
-    # PyTorch's layouts recompute layers in `parity`, too; an engine that recomputes layers itself does not
+    # in `parity`, torch's engine applies activation checkpointing; an engine that recomputes layers itself does not
     keys = [*LEFT_OUT, f"parallel.{name}", *["train.activation_checkpointing"] * engine.recomputes]
     return [f"{key}={values[key]}" for key in keys if values.get(key)]
 
@@ -197,7 +197,7 @@ def _gradient(engine: Engine, source: SignalSource, step: StepMicroBatches, seed
     """Run one step and return the loss; the gradient stays in the student. seed: the seed for adapter weights."""
     for student in engine.student.decoders:
         student.eval()  # dropout would use other random numbers under another layout
-    engine.student.initialize_adapter(seed, fresh=False)  # with B = 0, A's gradient would be 0
+    engine.student.initialize_adapter(seed, fresh=False)  # with fresh=True, B and so A's gradient would be 0
     micro_batches = engine.student.shard(step)
     source = source if engine.needs_teacher else NoTeacher()
     signals = source.request(micro_batches).result()

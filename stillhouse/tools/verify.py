@@ -22,7 +22,7 @@ from stillhouse.output.progress import Progress, read_state
 
 
 class Finding(NamedTuple):
-    """One row of the table. problem: the error, or None. detail: a description of the part, if there is no error."""
+    """One row of the table. part: what is checked. problem: the error, or None. detail: facts, without an error."""
 
     part: str
     detail: str = ""

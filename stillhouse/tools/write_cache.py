@@ -85,8 +85,8 @@ def write_cache(
     with_label: whether "top_k" also includes the actual next token.
     shard_bytes: replaces `SHARD_BYTES`.
 
-    All processes of a job must call this. Raises ConfigError if the configuration has no teacher, or if a server has
-    another teacher. Raises ValueError if the folder contains other files, or if signals are not finite.
+    All processes of a job must call this. Raises ConfigError if the configuration has no teacher, or if a server
+    serves another one. Raises ValueError if the folder contains other files, or if signals are not finite.
     """
     setup = RunSetup(config)
     is_served = config.teacher is not None and "signal" in config.teacher.source_kind.options
@@ -145,10 +145,10 @@ def _read(
     entries: Sequence[CacheEntry],
     places: Sequence[int],
 ) -> list[dict[str, Tensor]]:
-    """Request signals of documents as the teacher reads them, and return the signals of the student's rows.
+    """Request the signals of the documents `entries[place]`, and return the signals of each document's stored rows.
 
-    splits: the documents of each split, as the student reads them and as the teacher reads them.
-    media_inputs: makes the teacher's inputs. places: the positions of the documents in `entries`.
+    splits: for each split, its documents as the student reads them, and as the teacher reads them.
+    media_inputs: makes the teacher's media inputs; None without media. places: indices into `entries`.
     """
     result: list[dict[str, Tensor]] = []
     for split, part in groupby((entries[place] for place in places), key=lambda entry: entry.split):
@@ -220,8 +220,8 @@ def _teacher_in_job(setup: RunSetup) -> TeacherConfig:
 
 
 def _served_teacher(setup: RunSetup, data: Data) -> tuple[SignalStore, Decoder]:
-    """Prove the teacher's servers, and return their store and the teacher's head. Raises ConfigError for signals that
-    cannot be cached.
+    """Check that the servers have the teacher, and return their store and the teacher's head. Raises ConfigError for
+    signals that cannot be cached.
     """
     store = setup.stores["teacher"]
     require_signals(setup.stores, setup.teachers, setup.objective, data, setup.ranks)
@@ -267,8 +267,8 @@ def _write_documents(
     """Write a cache or its missing shards, with one shard in memory at a time. All n processes must call this; each
     writes every n-th shard. Raises ValueError if the folder contains another cache or other files.
 
-    documents: the id and the rows of each document. shards: the positions in `documents` of each shard's documents.
-    read: returns the signals of the documents at several positions.
+    documents: the id and the rows of each document. shards: for each shard, the indices of its documents.
+    read: returns the signals of the documents with the given indices.
     copy_teacher: writes the teacher's configuration, tokenizer and head.
     """
     with folder_lock(out) if is_first() else nullcontext():
@@ -330,7 +330,7 @@ def _recorded_hash(out: Path, number: int) -> str:
 
 
 def divide(lengths: Sequence[int], rows: int) -> list[range]:
-    """Return the numbers of each shard's documents. A shard has at most `rows` rows, or one longer document.
+    """Return the indices of each shard's documents. A shard has at most `rows` rows, or one longer document.
 
     lengths: the number of rows of each document.
     """

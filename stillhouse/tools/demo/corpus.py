@@ -21,8 +21,8 @@ Split = Literal["teacher", "student", "held_out"]
 
 #: the end of each split's range of hashes; the range begins at the end of the previous split
 ENDS: dict[Split, float] = {"held_out": 0.05, "student": 0.2, "teacher": 1.0}
-COMMENT_LENGTH = 100  # characters: shorter comment blocks are hard to understand without their code
-PARAGRAPH_LENGTH = 40  # characters: repeated paragraphs are removed, except for shorter ones ("Examples:")
+COMMENT_LENGTH = 100  # characters; shorter blocks are left out, because they need their code to be understood
+PARAGRAPH_LENGTH = 40  # characters; a repeated paragraph is kept if it is shorter ("Examples:")
 
 SKIPPED = frozenset(
     {"__phello__", "__pycache__", "dist-packages", "encodings", "idle_test", "lib2to3", "pydoc_data"}
