@@ -8,7 +8,7 @@ Two runs of the backbone prove this. Recorders replace the layers. The first run
 stage. The second run gets hidden states and lacks the parts of other stages, as on later stages. The backbone must
 pass each layer's output to the next layer. All other arguments of the layers must be equal in both runs, and must not
 depend on embeddings or on other layers. In the two runs, the backbone lacks the parts outside the language model,
-such as a vision tower, which only the first stage has. `images/proof.py` proves these parts.
+such as a vision tower, which only the first stage has. The proof of their media reader covers these parts.
 
 B rows, S columns, D width.
 """
