@@ -41,7 +41,7 @@ def require_optimizer(train: TrainConfig, layout: Layout) -> None:
     if degrees.processes > degrees.pipeline and SHARDED not in kinds[train.optimizer].capabilities:
         raise ConfigError(
             _KEY,
-            f"got {train.optimizer} under {layout}, which shards each weight over processes: expected "
+            f"got {train.optimizer} under {layout}, which distributes weights over processes: expected "
             f"{' or '.join(name for name, kind in kinds.items() if SHARDED in kind.capabilities)}, or only "
             "pipeline parallelism",
         )

@@ -246,7 +246,7 @@ def _deepseek_experts(config: PreTrainedConfig) -> dict[str, Any]:
         raise not_exact(config, "norm_topk_prob", config.norm_topk_prob, "True, and num_experts_per_tok 2 or more")
     # transformers ranks a group of experts by its two best experts, Megatron-Core by its chosen // groups best ones
     if groups < config.n_group and chosen // groups != 2:
-        raise not_exact(config, "topk_group", groups, f"{chosen / 2:g}, half of num_experts_per_tok={chosen}")
+        raise not_exact(config, "topk_group", groups, f"{chosen // 2}, half of num_experts_per_tok={chosen}")
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_dtype": "fp32",

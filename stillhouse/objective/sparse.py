@@ -106,8 +106,8 @@ def _zero_outside(
 ) -> Tensor:
     """Return Σ_v q (log q − log p), [C], with the teacher conditioned on its ids and log p = `LOG_ZERO` elsewhere.
 
-    The derivative with respect to z_v/τ is q_v (log q_v − log p_v − value). It is added in three parts: the gradient
-    of the negative entropy, a part with log p at the ids, and a part with `LOG_ZERO` at all other tokens.
+    The derivative with respect to z_v/τ is q_v (log q_v − log p_v − value). It is added in three parts:
+    q_v (log q_v − value) at each token, −q_v log p_v at the ids, and −q_v · `LOG_ZERO` at all other tokens.
     """
     has_ids_C = (log_p_CK > -math.inf).any(1)
     cost_CK = -log_softmax(log_p_CK).clamp(min=LOG_ZERO)

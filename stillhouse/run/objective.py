@@ -170,7 +170,7 @@ class RunObjective:
         )
 
     def _require_rewards(self, key: str, loss: str, spec: ObjectiveSpec) -> None:
-        """Raise ConfigError if the objective or the discount contradicts the rewards of the sources."""
+        """Raise ConfigError for a missing reward, or for a reward or a discount that the objective does not use."""
         without = [number for number, rollout in enumerate(self.rollouts) if rollout.reward is None]
         if spec.needs_rewards and without:
             is_of_all = len(without) == len(self.rollouts)

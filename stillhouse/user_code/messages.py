@@ -58,7 +58,7 @@ class Messages:
             # checked before the attempt, so that the answer is read if the process writes it and then ends
             is_last = not exists()
             seconds = until - time.monotonic()
-            # bytes that have arrived are read even after the limit, because this process itself can have been stopped
+            # bytes are read even after the limit, because they may have come in time while this process was suspended
             self.socket.settimeout(None if seconds == math.inf else min(max(seconds, 0.001), SECONDS_BETWEEN_LOOKS))
             try:
                 return step()

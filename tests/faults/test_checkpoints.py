@@ -272,7 +272,7 @@ def test_verify_counts_steps(complete_run: Path, tmp_path: Path) -> None:
     shutil.rmtree(out / "checkpoints")
     log = out / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)
-    for changed, problem in (([*lines, lines[-2]], "more than once"), (lines[:2] + lines[3:], "steps from 1 to 6")):
+    for changed, problem in (([*lines, lines[-2]], "repeats step"), (lines[:2] + lines[3:], "steps from 1 to 6")):
         log.write_text("".join(changed))
         assert any(problem in str(finding) for finding in verify_run(out))
     with pytest.raises(ValueError, match="contains no run"):

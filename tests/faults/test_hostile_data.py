@@ -196,7 +196,7 @@ def test_a_line_without_an_end_is_not_read_whole(tmp_path: Path) -> None:
         for _ in range(34):
             file.write("a" * 2**20)
         file.write('"}\n{"text": "fine, too"}\n')
-    with pytest.raises(DataError, match=f"{path}:2: longer than 33,554,432 bytes"):
+    with pytest.raises(DataError, match=f"{path}:2: a line longer than 33,554,432 bytes"):
         load_documents(path, toy_tokenizer(), LoadOptions(max_tokens=32))
     documents = load_documents(path, toy_tokenizer(), LoadOptions(max_tokens=32, on_error="skip"))
     assert documents.sources == [f"{path}:1", f"{path}:3"]

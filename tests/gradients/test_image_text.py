@@ -66,7 +66,7 @@ def test_what_cannot_be_run_with_images_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"got pixel_values with position_ids: expected tensors whose shape begins with \[1, \d+\]"
     ):
         decoder(ids_BS, positions, **images)
-    with pytest.raises(ValueError, match=r"student\.mtp: .* the data has images: expected mtp null"):
+    with pytest.raises(ValueError, match=r"student\.mtp: .* but the data has images: expected mtp null"):
         decoder(ids_BS, positions, images=images, mtp_input_ids=ids_BS)
     text = Decoder(build("llama"), verify=False)
     with pytest.raises(ValueError, match=r"got pixel_values, and its backbone reads none of them: expected a vision"):

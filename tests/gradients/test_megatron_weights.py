@@ -93,7 +93,7 @@ def test_padding_rows_are_zero_and_tensors_of_another_shape_are_refused() -> Non
     assert not loaded[125:].any()
     with pytest.raises(ValueError, match=r"^tensor 'backbone\.embed_tokens\.weight' has shape \(250, 32\)"):
         copy_tensors([chunk], table, [("backbone.embed_tokens.weight", weight_VD[1:])])
-    with pytest.raises(ValueError, match=r"^there is no tensor 'backbone\.embed_tokens\.weight', and parameter"):
+    with pytest.raises(ValueError, match=r"^there is no tensor 'backbone\.embed_tokens\.weight', but parameter"):
         copy_tensors([chunk], table, [])
 
 

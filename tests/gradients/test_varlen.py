@@ -43,7 +43,7 @@ def test_gradients_of_packed_documents(family: str, recompute: bool) -> None:
 REFUSED = {
     "qwen2_moe": "does not support windows of 5 tokens that are only in masks",
     "phimoe": "does not support windows of 5 tokens that are only in masks",
-    "doge": "got attention_mask",
+    "doge": "does not support attention_mask",
     "nemotron": "got no lengths of documents",
 }
 
@@ -83,8 +83,16 @@ def test_the_proof_compares_the_kernel_with_the_usual_attention(monkeypatch: pyt
     [
         ("llama", {"attention_dropout": 0.1}, "it has dropout in its attention"),
         ("llama", {"head_dim": 264}, "its heads have a width of 264, and the kernel supports at most 256"),
-        ("gemma4_text", {}, "its layers have different sizes or select tokens by scores"),
-        ("gemma4", {}, "its layers have different sizes or select tokens by scores"),
+        (
+            "gemma4_text",
+            {},
+            "its layers have different sizes or select tokens by scores, which the kernel does not support",
+        ),
+        (
+            "gemma4",
+            {},
+            "its layers have different sizes or select tokens by scores, which the kernel does not support",
+        ),
         ("falcon", {}, "its attention cannot be replaced"),
     ],
 )

@@ -120,7 +120,7 @@ def test_a_whole_model_trained_on_text_is_saved_as_a_language_model(tmp_path: Pa
     tokenizer.save_pretrained(tmp_path / "whole")
     alone = {"teacher": None, "objective.loss": "cross_entropy"}
     session = session_of(tmp_path, **alone, **{"student.model": str(tmp_path / "whole")})
-    assert any("the saved student has no vision tower" in warning for warning in session.warnings)
+    assert any("The saved student has no vision tower" in warning for warning in session.warnings)
     session.models.student.save_pretrained(tmp_path / "saved")
     require_readable(tmp_path / "saved", session.models.student)
     with pytest.raises(ValueError, match=r"Unrecognized configuration class .*TextConfig"):

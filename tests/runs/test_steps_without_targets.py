@@ -27,8 +27,8 @@ HALF = {
     "checkpoint.keep": 100,
 }
 SENTENCE = (
-    "has no token to train on (its completions are cut at rollout.max_new_tokens, and rollout.truncated=mask leaves "
-    "such ones out), and changes no weight"
+    "has no token to train on (its completions are cut at rollout.max_new_tokens, and rollout.truncated=mask "
+    "excludes such ones), and changes no weight"
 )
 
 

@@ -77,7 +77,7 @@ def test_a_cache_does_not_depend_on_where_it_was_interrupted(
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             write_cache(write_run(folder), tmp_path / "x", "hidden", shard_bytes=SHARD_BYTES)
-        with pytest.raises(ValueError, match="is unfinished"):
+        with pytest.raises(ValueError, match="is an unfinished cache"):
             SignalCache(tmp_path / "x")
     write_cache(write_run(folder), tmp_path / "x", "hidden", shard_bytes=SHARD_BYTES)
     assert contents(tmp_path / "x") == contents(hidden)
@@ -109,7 +109,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda cache: shutil.copy(cache / HEAD, cache / "teacher/more.safetensors"),
         "more.safetensors was changed or added",
     ),
-    "a lost index": (lambda cache: (cache / "index.json").unlink(), "is unfinished"),
+    "a lost index": (lambda cache: (cache / "index.json").unlink(), "is an unfinished cache"),
     "a damaged index": (edited("index.json", lambda _: b"{"), "index.json is damaged"),
 }
 

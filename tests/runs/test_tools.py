@@ -196,7 +196,7 @@ def test_tokens_targets_and_gradients_are_those_of_apply_chat_template(
     write_records(tmp_path / "train.jsonl", [question | ({} if has_tools else {"tools": SCHEMAS})] * 3)
     out = distill(config)
     without = "tools" if has_tools else "environment"
-    warning = f"warning: eval.tasks: the completions of evaluations have one turn, without rollout.{without},"
+    warning = f"warning: eval.tasks: these completions have only one turn, without rollout.{without},"
     assert warning in capsys.readouterr().out
     held_out = [json.loads(line) for line in (out / "eval_samples.jsonl").read_text().splitlines()]
     assert [line["step"] for line in held_out] == [0, 1]

@@ -221,7 +221,7 @@ def test_a_stage_without_an_adapter_ends_with_one_error(tmp_path: Path) -> None:
     ("targets", "message"),
     [
         (["lm_head"], "'lm_head' is the output head ('lm_head', whose weight is tied), which cannot have a LoRA"),
-        (["embed_tokens"], "'embed_tokens' is the input embedding ('model.embed_tokens', tied"),
+        (["embed_tokens"], "'embed_tokens' is the input embedding ('model.embed_tokens', whose weight is tied"),
         (
             ["q_proj", "qproj"],
             "no module is called 'qproj': expected all-linear, or some of the linear layers down_proj",

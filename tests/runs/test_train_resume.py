@@ -227,7 +227,7 @@ def test_a_run_that_started_from_a_path_is_continued_by_the_same_command(half: P
 def test_a_path_to_a_checkpoint_after_the_end_of_the_run(refusing: Path) -> None:
     newest = sorted((refusing / "out" / "checkpoints").iterdir())[-1]
     short = f"checkpoint.resume={newest}", f"out={refusing}/short", "train.steps=2"
-    assert "this run ends at 2" in run("distill", refusing / "run.yaml", *short, code=1).err
+    assert "this run ends at step 2" in run("distill", refusing / "run.yaml", *short, code=1).err
 
 
 def test_a_complete_run_is_left_as_it_is_and_gets_its_model_again(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def test_nothing_is_left_of_data_that_cannot_be_read(tmp_path: Path) -> None:
         load(tmp_path, tmp_path / "cache")
     assert not entries(tmp_path / "cache")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"file: tokenized data cannot be cached in it"):
+    with pytest.raises(ValueError, match=r"file: tokenized data cannot be cached in this folder"):
         load(tmp_path, tmp_path / "file")
 
 

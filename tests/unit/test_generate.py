@@ -320,7 +320,7 @@ def test_the_mode_gradients_and_checkpointing_stay_as_they_are() -> None:
 )
 def test_prompts_that_cannot_be_completed(ids: list[int]) -> None:
     request = GenerationRequest(17, np.array(ids, dtype=np.int32), seed=0)
-    with pytest.raises(ValueError, match=r"request 17: .* expected"):
+    with pytest.raises(ValueError, match=r"request 17 has .* expected"):
         Generator(Decoder(build("llama")), SAMPLING, CPU).generate([request], 0)
 
 

@@ -116,7 +116,7 @@ def _expected_role(role: str) -> str:
 
 
 def _part(part: Any, name: str) -> dict[str, Any]:
-    """A part with the keys `type` and `text`, or `type` and, if it has a value, `image`."""
+    """Return the part as {type: "text", text} or {type: "image"}, with the key `image` if it names its image."""
     if not isinstance(part, dict):
         raise RecordError(f"{name} must be an object with 'type', got {value_in_words(part)}")
     part = {key: value for key, value in part.items() if value is not None}  # Parquet adds absent keys as null

@@ -201,7 +201,7 @@ class Conversations:
     ) -> tuple[str, list[Span], str, list[Lost], str, bool]:
         """Return the text, its target ranges from message `first` on, the token that ends the assistant's last turn
         (see `Rendered.end`), the lost texts, the error ("" if there is none), and whether the template has a syntax
-        error. The text of a syntax error has the form of `TemplateSyntaxError.problem`.
+        error. The text of a syntax error is the end of a sentence ("has a syntax error …").
 
         first: None renders the messages without targets and without a generation prompt.
         """

@@ -95,8 +95,8 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
     facts, model_type = ModelFacts(config), f"model type '{config.model_type}'"
     if not (plan := facts.parallel_plan("tp")):
         raise ValueError(f"{model_type} has no tensor-parallel plan in transformers: expected parallel.tensor=1")
-    # ignore the plan for experts, because each rank gets some complete experts, and for the embedding, because it is
-    # sharded by rows, like the head (plans name the embedding in transformers 5.17)
+    # leave out the plan's entries for experts (each rank gets some complete experts) and for the embedding, which
+    # `_cut_vocabulary` shards together with the head (transformers 5.17 has such an entry)
     plan = {name: style for name, style in plan.items() if not is_of_experts(name) and style != "embedding_rowwise"}
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
         raise ValueError(

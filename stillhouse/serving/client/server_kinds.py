@@ -19,7 +19,7 @@ class HttpServer(ServerKind):
         shorter than the limit.
     hint: advice in error messages on how to start a server of this kind that generates completions.
     after_temperature: for error messages, the description of a server of this kind that computes log-probabilities
-        after it has applied the temperature. It is "" if all servers of this kind do so, over the whole vocabulary.
+        after it has applied the temperature; "" if every server of this kind does so.
     over_all_tokens: for error messages, the description of a server of this kind that gives log-probabilities over
         the whole vocabulary at temperature 1; "" if the messages should not recommend such a server.
     tells_tokenizer: whether the server's tokenizer can be compared with the student's.
