@@ -302,7 +302,7 @@ def test_hidden_states_of_layers_are_not_compared_with_other_rows(folder: Path) 
     ("change", "reason"),
     [
         (lambda text: text.replace("is 0", "is 9", 1), r"token \d+ before the first image is \d+, not \d+"),
-        (lambda text: text + "s", r"\d+ tokens behind 2 images, not \d+"),
+        (lambda text: text + "s", r"\d+ tokens after 2 images, not \d+"),
         (lambda text: text.replace("<IMG_CONTEXT>", "", 1), r"has 1 times the placeholder '<IMG_CONTEXT>' for 2 "),
     ],
 )

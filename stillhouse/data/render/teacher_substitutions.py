@@ -183,7 +183,7 @@ def text_problem(ids: np.ndarray, spans: Sequence[Span], other_ids: np.ndarray, 
         for values, media_spans in ((ids, spans), (other_ids, other_spans))
     )
     for number, (one, other) in enumerate(zip(*sides, strict=True)):
-        place = f"behind {number} images" if number else "before the first image"
+        place = f"after {number} images" if number else "before the first image"
         if len(one) != len(other):
             return f"{len(other)} tokens {place}, not {len(one)}"
         for at in np.flatnonzero(one != other)[:1]:
