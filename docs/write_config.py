@@ -4,6 +4,7 @@ It writes `config.md` with a table per section, `config.schema.json` for editors
 between the marks in `coming_from.md`.
 """
 
+import inspect
 import json
 import re
 import sys
@@ -130,7 +131,7 @@ def _table(title: str, prefix: str, section: type[Section], names: set[str]) -> 
     lines = [
         f"## {title}",
         "",
-        section.__doc__ or "",
+        inspect.cleandoc(section.__doc__ or ""),
         "",
         "| key | type | default | meaning |",
         "| --- | --- | --- | --- |",

@@ -47,7 +47,9 @@ def cache() -> None:
 @click.option("--signal", type=click.Choice(SIGNALS), help="hidden: exact, at any temperature. "
               "top_k: the most likely ids. sampled: sampled ids. [default: hidden; with teacher.url, "
               "teacher.signal]")  # fmt: skip
-@click.option("--top-k", type=click.IntRange(1), help="Ids (top_k) or samples (sampled) per token. [default: 64; 50]")
+@click.option(
+    "--top-k", type=click.IntRange(1), help="Ids (top_k), or samples (sampled), per token. [default: 64, or 50]"
+)
 @click.option("--dtype", help="float32, bfloat16 or float16. [default: the teacher's; float32 for top_k]")
 @click.option("--with-label", is_flag=True, help="With top_k, also store the next token.")
 def write(

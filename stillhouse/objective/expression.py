@@ -156,9 +156,9 @@ def unknown_name(
     others: known names that are not divergences, each with the synonyms that other projects use.
     """
     if summand.name.lower() in REMOVED:
+        other = "teacher.cross_tokenizer: gold, or another loss" if summand.name.lower() == "uld" else "another loss"
         return ValueError(
-            f"{summand.name} does not exist any more: {NO_GAIN}; expected another loss, such as forward_kl"
-            f"{summand.place}"
+            f"{summand.name} does not exist any more: {NO_GAIN}; expected {other}, such as forward_kl{summand.place}"
         )
     synonyms = {name: kind.definition.synonyms for name, kind in kinds.items()} | dict(others)
     names = sorted(synonyms)

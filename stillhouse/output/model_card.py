@@ -56,7 +56,7 @@ def model_card(
         template = f"of {Path(config.data.chat_template).name}, as in training"
     if not has_template:
         template = "none, because the student has none"
-    size = f"{train.tokens_per_step:,} tokens"
+    size = f"at most {train.tokens_per_step:,} tokens"
     if (rollout := config.rollout) is not None and rollout.prompts_per_step is not None:
         size = f"{rollout.prompts_per_step:,} prompts with {rollout.samples_per_prompt:,} completions of each"
         size += "" if rollout.share == 1 else " and texts of the dataset"

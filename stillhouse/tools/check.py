@@ -227,8 +227,9 @@ def verdict(norms: Mapping[str, float]) -> str | None:
     for name, norm in small.items():
         if norm:
             times = f"{norms[largest] / norm:,.0f}"
+            new = " (which is normal while the student is new)" if largest.startswith("cross_entropy") else ""
             words.append(
-                f"the gradient of {name} is {times} times smaller than that of {largest}, so this loss has almost "
+                f"the gradient of {name} is {times} times smaller than that of {largest}{new}, so it has almost "
                 f"no effect: multiply its coefficient by about {times} for an equal effect, or remove it"
             )
             continue

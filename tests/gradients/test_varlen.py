@@ -78,21 +78,16 @@ def test_the_proof_compares_the_kernel_with_the_usual_attention(monkeypatch: pyt
     assert "the hidden states with variable-length attention differ by" in str(packing)
 
 
+UNLIKE = "its layers have different sizes or select tokens by scores, which the kernel does not support"
+
+
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
         ("llama", {"attention_dropout": 0.1}, "it has dropout in its attention"),
         ("llama", {"head_dim": 264}, "its heads have a width of 264, and the kernel supports at most 256"),
-        (
-            "gemma4_text",
-            {},
-            "its layers have different sizes or select tokens by scores, which the kernel does not support",
-        ),
-        (
-            "gemma4",
-            {},
-            "its layers have different sizes or select tokens by scores, which the kernel does not support",
-        ),
+        ("gemma4_text", {}, UNLIKE),
+        ("gemma4", {}, UNLIKE),
         ("falcon", {}, "its attention cannot be replaced"),
     ],
 )

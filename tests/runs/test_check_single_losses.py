@@ -66,16 +66,19 @@ def test_a_loss_that_hardly_counts_is_named() -> None:
     )
     words = verdict({"forward_kl": 2.0, "cross_entropy": 0.05, "with z_loss": 1e-9, "policy_gradient": 0.0})
     assert words == (
-        "the gradient of cross_entropy is 40 times smaller than that of forward_kl, so this loss has almost no "
+        "the gradient of cross_entropy is 40 times smaller than that of forward_kl, so it has almost no "
         "effect: multiply its coefficient by about 40 for an equal effect, or remove it; the gradient of "
         "policy_gradient is 0 in this step (which is normal if all completions of a prompt have "
         "the same reward)"
+    )
+    assert "than that of cross_entropy (which is normal while the student is new)" in str(
+        verdict({"cross_entropy": 2.0, "jsd(0.5)": 0.05})
     )
     # a regulariser is named only as the largest
     assert verdict({"policy_gradient": 1.0, "entropy": 1e-5}) is None
     of_two = verdict({"policy_gradient": 1.0, "forward_kl": 2.0, "entropy": 1e-5, "objective.router_aux_loss": 1e-5})
     assert of_two == "no gradient is more than 30 times smaller than the largest"
-    assert "of entropy, so this loss has almost no effect" in str(verdict({"policy_gradient": 1.0, "entropy": 40.0}))
+    assert "of entropy, so it has almost no effect" in str(verdict({"policy_gradient": 1.0, "entropy": 40.0}))
     words = verdict({"forward_kl (dataset)": 2.0, "reverse_kl (student)": 0.0})
     cause = "(which is normal if no document of the step is the student's)"
     assert words == f"the gradient of reverse_kl (student) is 0 in this step {cause}"

@@ -112,7 +112,7 @@ def test_the_card_states_where_the_student_is_from(trained: Path, tmp_path: Path
         f"| teacher | teacher | `{state['models']['teacher'][:16]}` |",
         f"| student before training | student | `{state['models']['student'][:16]}` |",
         f"{counts['records']} documents, {counts['tokens']:,} tokens | `{state['data']['train'][:16]}` |",
-        f"2 optimizer steps of 128 tokens; {state['tokens']:,} target tokens in all",
+        f"2 optimizer steps of at most 128 tokens; {state['tokens']:,} target tokens in all",
         f"| eval/forward_kl | {first:.4f} | {state['metrics']['eval/forward_kl']:.4f} |",
         "| held-out metric | step 0 | step 2 |",
         "The weights in this folder are bfloat16. Chat template: the student's own.",

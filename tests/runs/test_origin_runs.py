@@ -64,12 +64,7 @@ def test_gradients_are_those_of_one_process_under_every_layout(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("by_origin", "settings", "key", "problem"),
     [
-        (
-            {"dataset": "sampled_kl", "student": "reverse_kl"},
-            {},
-            "dataset",
-            "need tokens that the student has sampled",
-        ),
+        ({"dataset": "sampled_kl", "student": "reverse_kl"}, {}, "dataset", "tokens that the student has sampled"),
         ({"dataset": "forward_kl", "student": "cross_entropy"}, {}, "student", "completions of the dataset"),
         ({"dataset": "forward", "student": "reverse_kl"}, {}, "dataset", "unknown|expected"),
     ],

@@ -241,9 +241,7 @@ def test_a_state_that_cannot_be_saved_later_keeps_the_last_checkpoint(
     settings = {"rollout.reward": f"hooks:{reward}"} | ({"parallel.fsdp": processes} if processes > 1 else {})
     write_on_policy_run(tmp_path, **ON_POLICY | settings)
     shown = finished(processes, "distill", tmp_path / "run.yaml", code=1)
-    error = (
-        rf"rollout\.reward: hooks:{reward}\.state_dict .*{problem}.*; no checkpoint can be written without this state"
-    )
+    error = rf"rollout\.reward: hooks:{reward}\.state_dict .*{problem}.*; no checkpoint can be written without this"
     assert len(re.findall(error, shown)) == processes
     assert "Traceback" not in shown
     assert [path.name for path in (tmp_path / "out").glob("checkpoints/step-*")] == saved
