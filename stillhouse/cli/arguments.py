@@ -91,7 +91,7 @@ def load_arguments(
 def is_data(file: str) -> bool:
     """Return whether a file has a suffix that only data files have. A .json file can also be a configuration."""
     readers = (f".{name}" for name in registered("stillhouse.readers"))
-    return Path(file).suffix in {*_OF_DATA, *readers}.difference(_OF_CONFIGURATIONS)
+    return Path(file).suffix.lower() in {*_OF_DATA, *readers}.difference(_OF_CONFIGURATIONS)
 
 
 def is_override(argument: str) -> bool:

@@ -89,8 +89,7 @@ class ServedWeights:
     versions: version numbers by label. newest: the version that all servers should have.
     samplings: the samplings of all requests. keep: whether the servers keep their own weights.
     top_tokens: the top tokens after `_PROMPTS` if `keep` is true, otherwise empty.
-    run_prefix: the beginning of the names of this run's adapters; "" if it is unknown.
-    The other arguments are those of `ServedEngine`.
+    run_prefix: the beginning of the names of this run's adapters; "" if unknown. For the rest, see `ServedEngine`.
     """
 
     pool: ServerPool
@@ -121,9 +120,7 @@ class ServedWeights:
         return {url: probe.completions for url, probe in probes.items() if probe.label == newest}
 
     def set_proved(self, url: str, most: float) -> None:
-        """Record that this server's probe is proved. Servers that load the same version later must give the same top
-        tokens, with log-probabilities that differ by at most `most` nats.
-        """
+        """Record that this server's probe is proved. `most`: the largest difference of later log-probabilities."""
         self._proved = self.servers[url].probe, most
 
     def connect(self) -> None:
