@@ -48,7 +48,6 @@ class TextReplies(TurnReplies):
         super().__init__(calls, tokenizer)
         self._placeholders = placeholders
         self._prompt, self._warn = prompt.strip(), warn
-        self._special = special_ids(tokenizer)
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         return self._calls.request(sample.arguments, self._episode(sample))
@@ -91,7 +90,6 @@ class MessageReplies(TurnReplies):
     ):
         super().__init__(calls, reply_format.tokenizer)
         self._format, self._placeholders, self._has_stops = reply_format, placeholders, has_stops
-        self._special = special_ids(reply_format.tokenizer)
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         last = int(sample.turns[-1][-1])
@@ -133,7 +131,6 @@ class ToolReplies(TurnReplies):
         super().__init__(calls, tool_format.tokenizer)
         self._format, self._most_tokens = tool_format, most_tokens
         self._have_state, self._warn = have_state, warn
-        self._special = special_ids(tool_format.tokenizer)
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         if not self._tool_calls(sample.turns[-1]):
@@ -178,11 +175,6 @@ class ToolReplies(TurnReplies):
             else:
                 too_many = middle
         return text[:kept] + _CUT
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The ids of the special tokens of a tokenizer, such as the tokens that end a turn."""
-    return {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def beginning(ids_of: Callable[[str], Sequence[int]], text: str, most: int) -> str:

@@ -166,7 +166,18 @@ class ToolFormat(TurnFormat):
             message = parse_response(turn, self._parsed_by, prefix=self.prompt, tools=self.schemas)
         except _UNPARSED as error:
             return [ToolCall(UNKNOWN, {}, f"the call cannot be parsed ({first_line(error)})")]
-        calls = [self._checked(call) for call in message.get("tool_calls", [])]
+        calls: list[ToolCall] = []
+        for call in message.get("tool_calls", []):
+            function = _bare(call.get("function")) if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(name := function["name"], str):
+                calls.append(ToolCall(UNKNOWN, {}, "the call has no name of a tool"))
+            elif name not in self.names:
+                problem = f"there is no tool {name[:80]!r}: expected {', '.join(self.names)}"
+                calls.append(ToolCall(UNKNOWN, {}, problem))
+            elif not isinstance(function["arguments"], dict):
+                calls.append(ToolCall(name, {}, "the arguments of the call are no JSON object"))
+            else:
+                calls.append(ToolCall(name, function["arguments"]))
         if not calls and self._opening in turn.rpartition("</think>")[2]:
             return [ToolCall(UNKNOWN, {}, "the call cannot be parsed")]
         if len(calls) > 1 and not self.has_several:
@@ -218,16 +229,6 @@ class ToolFormat(TurnFormat):
         except _UNPARSED as error:
             parsed = first_line(error)
         return f"writes {str(expected)[:100]} as {turn[-100:]!r}, which is parsed as {parsed!r:.60}"
-
-    def _checked(self, call: Any) -> ToolCall:
-        function = _bare(call.get("function")) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(name := function["name"], str):
-            return ToolCall(UNKNOWN, {}, "the call has no name of a tool")
-        if name not in self.names:
-            return ToolCall(UNKNOWN, {}, f"there is no tool {name[:80]!r}: expected {', '.join(self.names)}")
-        if not isinstance(function["arguments"], dict):
-            return ToolCall(name, {}, "the arguments of the call are no JSON object")
-        return ToolCall(name, function["arguments"])
 
 
 def _calling(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:

@@ -38,16 +38,6 @@ class Sampling:
     stop: tuple[str, ...] = ()
     eos_ids: tuple[int, ...] = ()
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the settings from the dict of `asdict`, after this dict was sent as JSON."""
-        return cls(**dict(values) | {name: tuple(values[name]) for name in ("stop", "eos_ids")})
-
-    @property
-    def samples_all_tokens(self) -> bool:
-        """Whether no filter is used, so that recorded log-probabilities are those of the sampling distribution."""
-        return self.top_p == 1 and self.top_k == 0 and self.min_p == 0
-
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
@@ -83,7 +73,9 @@ class GenerationRequest:
     def from_json(cls, values: Sequence[Any]) -> Self:
         number, ids, seed, max_new_tokens, media, sampling = values
         files = [MediaFile.from_json(file) for file in media]
-        own_sampling = None if sampling is None else Sampling.from_json(sampling)
+        own_sampling = None
+        if sampling is not None:
+            own_sampling = Sampling(**sampling | {name: tuple(sampling[name]) for name in ("stop", "eos_ids")})
         return cls(number, np.array(ids, dtype=np.int32), seed, max_new_tokens, files, sampling=own_sampling)
 
 
@@ -145,6 +137,7 @@ class Completion:
 CompletionCallback = Callable[[tuple[int, Completion]], None]
 
 
+@dataclass(eq=False)
 class CompletionInbox:
     """The completions that engines have generated, in the order of their arrival. `put` can be called in any thread.
 
@@ -153,8 +146,8 @@ class CompletionInbox:
         seconds of `time.monotonic`.
     """
 
-    def __init__(self, *, is_early: bool = False):
-        self.is_early, self.arrivals = is_early, SimpleQueue[Any]()
+    is_early: bool = False
+    arrivals: SimpleQueue[Any] = field(default_factory=SimpleQueue)
 
     def put(self, content: Sequence[Any]) -> None:
         """Add a result. content: a request's number, and the completion, its JSON, or the error of the request."""

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,32 +22,35 @@ from stillhouse.user_code.functions import Turn, UserFunctionError, about_comple
 _REPEATED_AFTER = 8
 
 
+@dataclass(eq=False)
 class RepeatedCall:
     """Repeats the first call for one part of the reward, and warns if the result differs. name: for the warning."""
 
-    def __init__(self, name: str, warn: Callable[[str], None]):
-        self._name, self._warn, self._count = name, warn, 0
-        self._first_arguments, self._futures = tuple[Any, ...](), list[Future[Any]]()
+    name: str
+    warn: Callable[[str], None]
+    count: int = 0
+    first_arguments: tuple[Any, ...] = ()
+    futures: list[Future[Any]] = field(default_factory=list)
 
     def add(self, part: "WeightedCall", arguments: tuple[Any, ...], future: Future[Any]) -> None:
         """Count a call of the part. When `_REPEATED_AFTER` calls were made, repeat the first call."""
-        self._count += 1
-        if self._count == 1:
-            self._first_arguments, self._futures = arguments, [future]
-        if self._count == _REPEATED_AFTER:
+        self.count += 1
+        if self.count == 1:
+            self.first_arguments, self.futures = arguments, [future]
+        if self.count == _REPEATED_AFTER:
             assert part.calls is not None
             try:
-                again = part.calls.request(part.key, part.path, *self._first_arguments)
+                again = part.calls.request(part.key, part.path, *self.first_arguments)
             except UserFunctionError as error:
                 again = Future()
                 again.set_exception(error)
-            self._futures.append(again)
+            self.futures.append(again)
 
     def compare(self) -> None:
         """Warn, at most once, if the first call and its repetition are done and their results differ."""
-        if len(self._futures) < 2 or not all(future.done() for future in self._futures):
+        if len(self.futures) < 2 or not all(future.done() for future in self.futures):
             return
-        (first, again), self._futures = self._futures, []
+        (first, again), self.futures = self.futures, []
         if first.exception() is not None:
             return
         number, problem = first.result(), again.exception()
@@ -57,8 +60,8 @@ class RepeatedCall:
             second = f"later {again.result():.6g}"
         else:
             return
-        self._warn(
-            f"{self._name} gives {number:.6g} and {second} for the same arguments: a reward that depends on more "
+        self.warn(
+            f"{self.name} gives {number:.6g} and {second} for the same arguments: a reward that depends on more "
             "than its arguments can change when the run is resumed. If the function has a state, give it state_dict "
             "and load_state_dict, so that checkpoints keep the state"
         )
@@ -132,10 +135,6 @@ class PendingReward:
     futures: Sequence[Future[float]]
     completion: str
     source: str
-
-    @property
-    def is_done(self) -> bool:
-        return all(future.done() for future in self.futures)
 
     def added_to(self, sample: Sample) -> Sample:
         """The sample with its reward. All parts must be done. Raises the error of the first part that has failed."""

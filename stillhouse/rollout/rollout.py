@@ -90,7 +90,19 @@ class Rollout:
         """
         queue, phase = self.queue, f"the completions of step {step + 1}"
         with watchdog.nested(phase, timed=False):
-            self._update_weights(step, timeline)
+            if self.served is not None:
+                with timeline.trainer(f"publish version {step}", step + 1, "weights"):
+                    self.served.publish(step)  # servers still generate with the previous weights
+            if self.schedule.in_order and self.engine is None:
+                with timeline.trainer(WAIT_FOR_COMPLETIONS), self.shared():
+                    if queue is not None and queue.has_requested(step):
+                        queue.wait_for(step)
+            if self._by_student:
+                with timeline.trainer(f"version {step}", step + 1, "weights"):
+                    if self.served is not None:
+                        self.served.update(step)
+                    if self.engine is not None:
+                        self.engine.update_weights(step)
             with timeline.trainer(WAIT_FOR_COMPLETIONS):
                 with self.shared():
                     if queue is not None:
@@ -111,8 +123,19 @@ class Rollout:
         of this step are taken without `take` as soon as they are finished.
         """
         for step in steps:
-            while step not in self._taken and not self._take_early(step, timeline):
-                yield None
+            while step not in self._taken:
+                is_finished = False
+                if self.rollouts[0].schedule == "two_step_off":
+                    with self.shared() as shared:
+                        if self.queue is not None:
+                            shared.value = self.queue.has_requested(step) and self.queue.is_ready(step)
+                    is_finished = bool(shared.value)
+                if not is_finished:
+                    yield None
+                    continue
+                phase = f"the completions of step {step + 1}"
+                with timeline.trainer(WAIT_FOR_COMPLETIONS), watchdog.nested(phase, timed=False):
+                    self._take(step, timeline)
             rules, numbers = TargetRules.of(self.rollouts), self.plan.from_dataset(step)
             documents = step_documents(self.prompts, self._taken[step], rules, self.dataset, numbers)
             yield self.packer.sharded(self.student, documents)
@@ -135,23 +158,6 @@ class Rollout:
         with errors_of_signals(), self._ranks.shared(*ERRORS) as shared:
             yield shared
 
-    def _update_weights(self, step: int, timeline: RolloutLog) -> None:
-        """Give the weights of this step to the engine, if the student generates the samples."""
-        if self.served is not None:
-            with timeline.trainer(f"publish version {step}", step + 1, "weights"):
-                self.served.publish(step)  # servers still generate with the previous weights
-        if self.schedule.in_order and self.engine is None:
-            with timeline.trainer(WAIT_FOR_COMPLETIONS), self.shared():
-                if self.queue is not None and self.queue.has_requested(step):
-                    self.queue.wait_for(step)
-        if not self._by_student:
-            return
-        with timeline.trainer(f"version {step}", step + 1, "weights"):
-            if self.served is not None:
-                self.served.update(step)
-            if self.engine is not None:
-                self.engine.update_weights(step)
-
     def _take(self, step: int, timeline: RolloutLog) -> None:
         samples: list[Sample] = []
         with self.shared() as shared:
@@ -166,16 +172,3 @@ class Rollout:
         if self._by_student:
             require_versions(samples, step, self.rollouts[0].max_staleness)
         self._taken[step] = samples
-
-    def _take_early(self, step: int, timeline: RolloutLog) -> bool:
-        """Take the samples of a later step if they are finished, and return whether they are."""
-        if self.rollouts[0].schedule != "two_step_off":
-            return False
-        with self.shared() as shared:
-            if self.queue is not None:
-                shared.value = self.queue.has_requested(step) and self.queue.is_ready(step)
-        if shared.value:
-            phase = f"the completions of step {step + 1}"
-            with timeline.trainer(WAIT_FOR_COMPLETIONS), watchdog.nested(phase, timed=False):
-                self._take(step, timeline)
-        return bool(shared.value)

@@ -280,13 +280,14 @@ class Samples:
         requests the reward.
         """
         reward = self._missing_reward(sample)
-        return reward is None or reward.is_done
+        return reward is None or all(future.done() for future in reward.futures)
 
     def with_present_reward(self, sample: Sample) -> Sample:
         """Return the sample, with its reward if already known. Neither waits nor raises errors of the reward."""
         reward = self._rewards.get(sample.number)
         with suppress(Exception):
-            return sample if reward is None or not reward.is_done else reward.added_to(sample)
+            if reward is not None and all(future.done() for future in reward.futures):
+                return reward.added_to(sample)
         return sample
 
     def wait_until_dropped(self) -> None:

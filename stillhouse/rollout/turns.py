@@ -91,6 +91,8 @@ class TurnReplies(ABC):
 
     def __init__(self, calls: EpisodeCalls, tokenizer: PreTrainedTokenizerBase):
         self._calls, self._tokenizer = calls, tokenizer
+        #: the ids of the special tokens, such as the tokens that end a turn
+        self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     @abstractmethod
     def request(self, sample: SampleTurns) -> Future[Any] | None:

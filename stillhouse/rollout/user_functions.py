@@ -17,7 +17,7 @@ from stillhouse.parallel import log_rank0
 from stillhouse.rollout.records import Sampling
 from stillhouse.rollout.reward import RepeatedCall, RewardSum, WeightedCall
 from stillhouse.rollout.samples import SourceSettings
-from stillhouse.user_code.environment import Environment, environment_of
+from stillhouse.user_code.environment import environment_of
 from stillhouse.user_code.function_calls import FunctionCalls
 from stillhouse.user_code.function_state import has_state, state_text
 from stillhouse.user_code.functions import (
@@ -92,8 +92,19 @@ def _functions_of(
     for function, key in functions:
         _require_state(function, rollout.workers, key)
     if has_part_of_object(rollout.reward):
+        # a sample has one object that gives a reward
+        key, of_environment = ("rollout", []) if environment is None else (environment.key, environment.functions)
+        rewarding = [function for function in of_environment if gives_reward(function)]
         with as_config_error(reward_key):
-            _require_one_rewarding_class(environment)
+            for function in rewarding:
+                require_synchronous(f"{function.path}.{REWARD_METHOD}", getattr(function.function, REWARD_METHOD))
+            if len(rewarding) != 1:
+                several = f" ({name_list(function.path for function in rewarding)})" if rewarding else ""
+                raise ValueError(
+                    f"got environment, but {len(rewarding)} classes in {key} have a method reward without arguments"
+                    f"{several}: expected one class (package.module:Class) whose reward() gives the reward of a "
+                    "sample"
+                )
     return [function for function, _ in functions]
 
 
@@ -108,20 +119,6 @@ def _require_state(function: UserFunction, workers: int, key: str) -> None:
             "rollout.workers",
             f"got {workers}: expected 0, because {function} has a state (state_dict), and a checkpoint contains only "
             "states of the process of rank 0",
-        )
-
-
-def _require_one_rewarding_class(environment: Environment | None) -> None:
-    """Raise ValueError unless a sample has one object that gives a reward."""
-    key, functions = ("rollout", []) if environment is None else (environment.key, environment.functions)
-    rewarding = [function for function in functions if gives_reward(function)]
-    for function in rewarding:
-        require_synchronous(f"{function.path}.{REWARD_METHOD}", getattr(function.function, REWARD_METHOD))
-    if len(rewarding) != 1:
-        several = f" ({name_list(function.path for function in rewarding)})" if rewarding else ""
-        raise ValueError(
-            f"got environment, but {len(rewarding)} classes in {key} have a method reward without arguments"
-            f"{several}: expected one class (package.module:Class) whose reward() gives the reward of a sample"
         )
 
 

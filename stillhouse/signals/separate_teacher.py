@@ -200,21 +200,19 @@ class SeparateTeacher(SignalSource):
             zeros = torch.zeros(size if shapes[number].rows else (), dtype=self._dtype, device=mesh.device)
             received[number] = zeros.expand(size)
 
-        def local_columns(transfer: Transfer, shape_BS: tuple[int, int], mesh: Mesh) -> slice:
-            first = mesh.coordinate("context") * (shape_BS[1] // mesh.degrees.context)
-            return slice(transfer.start - first, transfer.stop - first)
-
         operations: list[dist.P2POp] = []
         incoming: list[tuple[Tensor, Tensor]] = []
         for transfer in route(shapes, teacher_DCT, student_DCT):
             shape = shapes[transfer.micro_batch]
             if rank == transfer.sender:
-                columns = local_columns(transfer, shape.teacher_BS, mesh)
+                first = mesh.coordinate("context") * (shape.teacher_BS[1] // mesh.degrees.context)
+                columns = slice(transfer.start - first, transfer.stop - first)
                 sent_BSE = sent[transfer.micro_batch][: shape.rows, columns].to(self._dtype).contiguous()
                 if transfer.receiver != rank:
                     operations.append(dist.P2POp(dist.isend, sent_BSE, transfer.receiver, mesh.ranks.group))
             if rank == transfer.receiver:
-                columns = local_columns(transfer, shape.student_BS, student_mesh)
+                first = student_mesh.coordinate("context") * (shape.student_BS[1] // student_mesh.degrees.context)
+                columns = slice(transfer.start - first, transfer.stop - first)
                 part = received[transfer.micro_batch][: shape.rows, columns]
                 if transfer.sender == rank:
                     part.copy_(sent_BSE)

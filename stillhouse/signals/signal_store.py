@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -100,18 +101,18 @@ class SignalStore(ABC):
         """Abandon the reads in progress, which then raise an error."""
 
 
+@dataclass(eq=False)
 class SignalWatch:
     """Raises an error `SECONDS_TO_STOP` after a signal such as SIGTERM. A loop that waits must call this object."""
 
-    def __init__(self, error: Exception):
-        self._error = error
-        self._since: float | None = None
+    error: Exception
+    since: float | None = None
 
     def __call__(self) -> None:
         if requested():
-            self._since = self._since or time.monotonic()
-            if time.monotonic() - self._since > SECONDS_TO_STOP:
-                raise self._error
+            self.since = self.since or time.monotonic()
+            if time.monotonic() - self.since > SECONDS_TO_STOP:
+                raise self.error
 
 
 class SignalsLostError(ValueError):

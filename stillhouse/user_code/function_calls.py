@@ -137,7 +137,8 @@ class FunctionCalls:
                     worker = self._answer(call, worker)
                 finally:
                     if not call.future.done():
-                        given_up = f"the call of {self._name(call)} was given up, because the run ends"
+                        name = ": ".join(self._functions[call.at])
+                        given_up = f"the call of {name} was given up, because the run ends"
                         call.future.set_exception(ValueError(given_up))
         except _ClosedError:
             return
@@ -169,7 +170,7 @@ class FunctionCalls:
             else:
                 call.future.set_result(answer[VALUE])
             return worker
-        if not problem.startswith(name := self._name(call)):
+        if not problem.startswith(name := ": ".join(self._functions[call.at])):
             problem = f"{name} {problem}{about_completion(*call.arguments[1:4:2])}"
         first, *frames = problem.split("\n")
         # if the second process did not start, the call is not the cause, so its error must not become a tool's reply
@@ -177,9 +178,6 @@ class FunctionCalls:
         repeated = "; the call was repeated once, in a new process, with the same result"
         call.future.set_exception(kind("\n".join([first + repeated, *frames])))
         return worker
-
-    def _name(self, call: _Call) -> str:
-        return ": ".join(self._functions[call.at])
 
     def _start(self) -> Worker:
         with self._changed:

@@ -8,7 +8,7 @@ import warnings
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from stillhouse.user_code.functions import in_words, no_function, no_module
+from stillhouse.user_code.functions import in_words, no_module
 
 #: a module that uses one of these names can have functions whose names are not in its source
 _DYNAMIC = ("globals", "exec", "setattr", "__getattr__", "__path__", "*")
@@ -43,7 +43,7 @@ def require_in_file(path: str, hint: str = "") -> None:
         raise no_module(path, module, hint)
     names = _names(path, spec)
     if function not in names and names.isdisjoint(_DYNAMIC):
-        raise no_function(path, module, function)
+        raise ValueError(f"got {path!r}, but {module} has no function {function!r}")
 
 
 def _names(path: str, spec: ModuleSpec) -> set[str]:

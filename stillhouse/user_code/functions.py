@@ -12,12 +12,11 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from traceback import StackSummary, TracebackException, extract_tb
-from types import TracebackType
 from typing import Any, Literal, TypedDict
 
 from stillhouse import preemption
@@ -122,7 +121,7 @@ class UserFunction:
         settings = _settings()
         before = {name: read() for name, (read, _) in settings.items()}
         try:
-            with _ForeignCode(str(self), about):
+            with _foreign_code(str(self), about):
                 call = partial(self.function, *arguments, **named)
                 # no advice for evaluations: callbacks never run in workers, and a run without rollouts has none
                 advice = "; rollout.workers with rollout.worker_timeout limits the time of a call"
@@ -150,7 +149,7 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    with _ForeignCode(f"got {path!r}, but importing {module_name}"):
+    with _foreign_code(f"got {path!r}, but importing {module_name}"):
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -160,7 +159,7 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     if module is None:
         raise no_module(path, module_name, hint)
     if (function := getattr(module, name, None)) is None:
-        raise no_function(path, module_name, name)
+        raise ValueError(f"got {path!r}, but {module_name} has no function {name!r}")
     parameters = ("context",) if key == CALLBACKS else _PARAMETERS
     if not callable(function):
         kind = type(function).__name__
@@ -232,10 +231,6 @@ def method_of(of: UserFunction, made: Any, name: str) -> UserFunction:
 def no_module(path: str, module: str, hint: str) -> ValueError:
     expected = f"expected a module that is installed or is in the working directory{hint}"
     return ValueError(f"got {path!r}, but there is no module {module!r}: {expected}")
-
-
-def no_function(path: str, module: str, name: str) -> ValueError:
-    return ValueError(f"got {path!r}, but {module} has no function {name!r}")
 
 
 def checked_reward(
@@ -313,26 +308,33 @@ def about_completion(completion: str, source: str) -> str:
     return f" for the completion {completion[:_SHOWN]!r} of {source}"
 
 
-class _ForeignCode(AbstractContextManager[object]):
-    """Converts exceptions in the block to UserFunctionError, except OverdueError and Ctrl-C.
+@contextmanager
+def _foreign_code(what: str, about: str = "") -> Iterator[None]:
+    """Convert exceptions in the block to UserFunctionError with the user's frames, except OverdueError and Ctrl-C.
 
     SystemExit is also converted, because exit code 0 of the process would mean that the run is complete.
 
     what, about: the texts before and after the exception in the message.
     """
-
-    def __init__(self, what: str, about: str = ""):
-        self._what, self._about = what, about
-
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+    try:
+        yield
+    except BaseException as error:
         # In a program that uses the library, Ctrl-C raises KeyboardInterrupt. In the command line and in workers, our
         # own signal handler catches Ctrl-C and raises nothing, so a KeyboardInterrupt comes from the function itself.
         raises_on_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        is_ctrl_c = isinstance(error, KeyboardInterrupt) and raises_on_ctrl_c
-        if error is None or isinstance(error, OverdueError) or is_ctrl_c:
-            return
-        message = f"{self._what} raises {in_words(error)}{self._about}"
-        raise UserFunctionError(message + _frames(error.__traceback__)) from error
+        if isinstance(error, OverdueError) or (isinstance(error, KeyboardInterrupt) and raises_on_ctrl_c):
+            raise
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
+            trace = trace.tb_next
+        # column numbers are omitted, because they would add lines with position markers
+        frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in extract_tb(trace)]
+        entries = StackSummary.from_list(frames).format()  # repeated frames become one entry
+        if len(entries) > _FIRST + _LAST:
+            left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
+            entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
+        message = f"{what} raises {in_words(error)}{about}"
+        raise UserFunctionError(message + "".join(["\n", *entries]).rstrip()) from error
 
 
 def _require_parameters(
@@ -360,16 +362,3 @@ def in_words(error: BaseException) -> str:
     first = escaped(message.strip().partition("\n")[0])
     shown = first if len(first) <= _WIDTH else f"{first[: _WIDTH - 3]}..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
-
-
-def _frames(trace: TracebackType | None) -> str:
-    """The user's frames of a traceback, as lines that follow the message."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
-        trace = trace.tb_next
-    # column numbers are omitted, because they would add lines with position markers
-    frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in extract_tb(trace)]
-    entries = StackSummary.from_list(frames).format()  # repeated frames become one entry
-    if len(entries) > _FIRST + _LAST:
-        left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
-        entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
-    return "".join(["\n", *entries]).rstrip()

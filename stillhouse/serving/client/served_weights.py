@@ -249,7 +249,8 @@ class ServedWeights:
         With top_k=2, the first log-probability is too large if the server normalises over only two tokens.
         """
         temperature, kind = sampling.temperature, self.api.kind
-        if temperature == 0 or (temperature == 1 and sampling.samples_all_tokens):
+        has_filters = sampling.top_p != 1 or sampling.top_k != 0 or sampling.min_p != 0
+        if temperature == 0 or (temperature == 1 and not has_filters):
             return
 
         def top(prompt: Sequence[int], sampling: Sampling, count: int = _TOP) -> list[float]:
@@ -272,7 +273,7 @@ class ServedWeights:
                         f"{server.url} computes log-probabilities before the temperature, and the temperature is "
                         f"{temperature:g}: expected {kind.after_temperature}, or a temperature of 1"
                     )
-            if not sampling.samples_all_tokens:
+            if has_filters:
                 among_two = -math.log1p(math.exp((before[1] - before[0]) / temperature))
                 if abs(among_two - after[0]) < _LEAST_DIFFERENCE:
                     continue

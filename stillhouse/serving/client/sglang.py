@@ -78,7 +78,7 @@ class SglangApi(ServerApi):
     name = "sglang"
     path = "/generate"
     marks_tokens = False
-    unknown_adapter = 400
+    unknown_adapter, unknown_adapter_text = 400, "LoRA adapter"
     adapter_routes = ""
 
     def recognises(self, ask: Ask) -> bool:
@@ -131,9 +131,6 @@ class SglangApi(ServerApi):
             label = adapter if label == adapter.rsplit("-", 2)[0] else None
         return Answer(ids, log_probs, [VersionSpan(label, 0, len(ids))], meta.finish_reason.type, stop)
 
-    def lacks_adapter(self, response: HttpAnswer) -> bool:
-        return super().lacks_adapter(response) and "LoRA adapter" in response.text
-
     def top_log_probs(self, response: HttpAnswer) -> list[float]:
         rows = _generated(response).meta_info.output_top_logprobs
         first = (rows[0] if rows else None) or []
@@ -157,18 +154,23 @@ class SglangApi(ServerApi):
 def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> ServerRequest[Scores]:
     tokens: list[int] = document.tokens[: document.rows.stop + 1].tolist()
     body: dict[str, Any] = {"input_ids": tokens, "sampling_params": {"temperature": 1.0, "max_new_tokens": 0}}
+    if spec.kind == "hidden":
+        body |= {"return_hidden_states": True}
+        most_bytes = bytes_of_json(len(tokens) * width, 32)
+    else:
+        body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": spec.top_k}
+        most_bytes = bytes_of_json(len(tokens) * (spec.entries + 1))
 
-    def hidden_states(response: HttpAnswer) -> Scores:
-        states = _scored(response).hidden_states
-        with reading("the hidden states of /generate are not an array of numbers"):
-            hidden_SE = torch.tensor(states[0] if states else [], dtype=torch.float32)
-        expected = [len(tokens), width]
-        if list(hidden_SE.shape) != expected:
-            raise ValueError(f"/generate gives hidden states of shape {list(hidden_SE.shape)}: expected {expected}")
-        return [{"hidden": hidden_SE[document.rows.start : document.rows.stop].to(DTYPES[spec.dtype])}]
-
-    def top_k(response: HttpAnswer) -> Scores:
-        meta = _scored(response)
+    def parse(response: HttpAnswer) -> Scores:
+        what = "the answer of /generate does not have the requested scores"
+        meta = parsed(_Scored, response.content, what).meta_info
+        if spec.kind == "hidden":
+            states, expected = meta.hidden_states, [len(tokens), width]
+            with reading("the hidden states of /generate are not an array of numbers"):
+                hidden_SE = torch.tensor(states[0] if states else [], dtype=torch.float32)
+            if (shape := list(hidden_SE.shape)) != expected:
+                raise ValueError(f"/generate gives hidden states of shape {shape}: expected {expected}")
+            return [{"hidden": hidden_SE[document.rows.start : document.rows.stop].to(DTYPES[spec.dtype])}]
         actual = meta.input_token_logprobs or []
         if [token for _, token, _ in actual] != tokens:
             raise ValueError(f"/generate scored {len(actual)} tokens, which are not the {len(tokens)} of the request")
@@ -178,15 +180,7 @@ def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> ServerRequ
         ]
         return [top_k_tensors(entries, document, spec, "/generate")]
 
-    if spec.kind == "hidden":
-        body |= {"return_hidden_states": True}
-        return json_call("/generate", body, hidden_states, len(tokens), bytes_of_json(len(tokens) * width, 32))
-    body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": spec.top_k}
-    return json_call("/generate", body, top_k, len(tokens), bytes_of_json(len(tokens) * (spec.entries + 1)))
-
-
-def _scored(response: HttpAnswer) -> _ScoredMeta:
-    return parsed(_Scored, response.content, "the answer of /generate does not have the requested scores").meta_info
+    return json_call("/generate", body, parse, len(tokens), most_bytes)
 
 
 def _generated(response: HttpAnswer) -> _Generated:

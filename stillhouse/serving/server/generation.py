@@ -136,11 +136,12 @@ class CompletionWriter:
             part = generation_part(body, self.limits, self.info["eos_token_ids"], images)
             return [part], partial(generation_answer, body, self.name)
 
-        def result_bytes(results: Sequence[VersionedCompletion]) -> int:
-            return sum(_TOKEN_BYTES * len(result.completion.ids_N) for result in results)
-
-        schemas = {JSON: GenerateBody.model_json_schema(), SAFETENSORS: BINARY}
-        application.add_operation("/inference/v1/generate", generate, schemas, result_bytes)
+        application.add_operation(
+            "/inference/v1/generate",
+            generate,
+            {JSON: GenerateBody.model_json_schema(), SAFETENSORS: BINARY},
+            lambda results: sum(_TOKEN_BYTES * len(result.completion.ids_N) for result in results),
+        )
 
         @application.api.post(
             "/v1/weights",
