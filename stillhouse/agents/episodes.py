@@ -112,12 +112,8 @@ class Episodes:
 
 
 class UserObject:
-    """An object of a user's class, which was made and reset for a sample.
-
-    of: the user's class.
-    about: a text for error messages, which names the completion.
-
-    Raises UserFunctionError if the object cannot be made or reset.
+    """An object of the user's class `of`, which was made and reset for a sample. Raises UserFunctionError if this
+    fails. about: a text for error messages, which names the completion.
     """
 
     def __init__(self, of: UserFunction, prompt: str, record: Mapping[str, Any], about: str):
@@ -150,7 +146,6 @@ class Tools:
         reset, close, and a method reward without arguments.
     hint: returns a text that the error adds if the module of a path does not exist.
     is_limited: whether the process has a limit of memory. A tool's MemoryError is then raised, and is no reply.
-
     Raises ValueError for a path that cannot be imported or is not a tool, and for two tools with the same name.
     """
 

@@ -53,9 +53,7 @@ class TextReplies(TurnReplies):
         return self._calls.request(sample.arguments, self._episode(sample))
 
     def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
-        """Return the reply (see `TurnReplies`). Warns if a reply to a complete turn of a conversation does not begin
-        a new turn of the student.
-        """
+
         if not (text := future.result()):
             return None
         is_complete = int(sample.turns[-1][-1]) in self._special
@@ -189,12 +187,7 @@ def beginning(ids_of: Callable[[str], Sequence[int]], text: str, most: int) -> s
 
 
 def _text_reply(text: str, ids: Sequence[int], placeholders: Sequence[int]) -> Reply:
-    """The reply of an environment.
-
-    placeholders: the ids of the placeholder tokens of media.
-
-    Raises UserFunctionError for a reply with a placeholder token.
-    """
+    """The reply of an environment. Raises UserFunctionError if it has one of the placeholder tokens of media."""
     if not set(placeholders).isdisjoint(ids):
         raise UserFunctionError(
             f"rollout.environment: the reply {text[:80]!r} has the placeholder token of {MEDIUM}: expected text, "

@@ -59,12 +59,8 @@ class OrdinaryText:
         return ids + self.template_ids(text[end:])
 
     def ids_within(self, write: Callable[[Sequence[str]], str], replies: Sequence[str]) -> list[int]:
-        """The tokens of a text of the chat template that contains replies. In the replies, added tokens become
-        ordinary text.
-
-        write: gets replies, and returns the text of the template that contains these replies.
-
-        Raises ValueError if a reply would still have an added token.
+        """The tokens of the text `write(replies)` of the chat template, which contains the replies. In the replies,
+        added tokens become ordinary text. Raises ValueError if a reply would still have an added token.
         """
         salt = f"{ANCHOR}Text"
         while any(salt in reply for reply in replies):
@@ -80,7 +76,8 @@ class OrdinaryText:
         for number, piece in enumerate(re.split(f"{salt}([0-9]+)z", written)):
             ids += self._without_token(texts[int(piece)]) if number % 2 else self.template_ids(piece)
         short_ids = self.template_ids(write(["a"] * len(replies)))
-        if self._added_among(ids) != self._added_among(short_ids):
+        added, of_template = ([index for index in some if index in self._added_ids] for some in (ids, short_ids))
+        if added != of_template:
             raise ValueError(
                 f"{self.key}: the reply {replies[0][:80]!r} contains special tokens of the tokenizer that cannot be "
                 "tokenized as ordinary text"
@@ -90,12 +87,9 @@ class OrdinaryText:
     def _without_token(self, added: str) -> list[int]:
         for pieces in ([added[:1], added[1:]], list(added)):
             ids = [index for piece in pieces for index in self.template_ids(piece)]
-            if not self._added_among(ids):
+            if self._added_ids.isdisjoint(ids):
                 return ids
         raise ValueError(f"{self.key}: a reply has the token {added!r}, which cannot be tokenized as ordinary text")
-
-    def _added_among(self, ids: Sequence[int]) -> list[int]:
-        return [index for index in ids if index in self._added_ids]
 
 
 class TurnFormat:
@@ -172,7 +166,6 @@ class ReplyFormat(TurnFormat):
     """Writes replies of the role `user` or `tool` after turns of the assistant.
 
     processor: see `ChatTemplate`.
-
     Raises ValueError unless the following is proven. After a turn of the assistant, the template writes its end
     marker, and then a text that contains the unchanged reply and ends with the generation prompt. This text is the
     same after one turn and after several, with and without a system message, and with and without tools, if the
@@ -221,8 +214,7 @@ class ReplyFormat(TurnFormat):
                 )
 
     def reply_ids(self, reply: str, *, ends: bool = False) -> list[int]:
-        """The tokens between the end of a turn of the assistant and its next turn. Added tokens of the tokenizer in
-        the reply become ordinary text.
+        """The tokens between the end of a turn of the assistant and its next turn.
 
         ends: whether the tokens begin with the turn's end marker, because the model has not generated the marker.
         """

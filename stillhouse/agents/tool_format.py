@@ -30,10 +30,7 @@ _THOUGHTS: dict[str, Any] = {"reasoning_content": {"open": "<think>", "close": "
 
 
 def _format(opening: str, thoughts: Mapping[str, Any] = _THOUGHTS, **calls: Any) -> tuple[str, dict[str, Any]]:
-    """Return the text with which calls begin, and the response template.
-
-    calls: additional entries of the template's field `tool_calls`.
-    """
+    """Return the text with which calls begin, and the response template. calls: entries of its field `tool_calls`."""
     tool_calls = {"repeats": True, "content": "json", "transform": _CALL} | calls
     fields = {**thoughts, "tool_calls": tool_calls, "content": {"content": "text"}}
     # the prefix that the parser gets is only the generation prompt, so the parser needs no anchor to find the turn
@@ -122,7 +119,6 @@ class ToolFormat(TurnFormat):
 
     schemas: the schemas of the tools.
     processor: see `ChatTemplate`.
-
     Raises ValueError if no format parses the calls that the template writes as the same calls, if the template does
     not write a reply after the turn, or if it writes the turn differently when a reply follows.
     """
@@ -158,10 +154,7 @@ class ToolFormat(TurnFormat):
             self._prove_ids(messages, self.schemas, self.reply_ids(names, replies))
 
     def calls(self, turn: str) -> list[ToolCall]:
-        """The calls in a turn of the model. The problem of a call is a text for the model.
-
-        turn: the text of the turn without its end marker.
-        """
+        """The calls in the text of a turn without its end marker. The problem of a call is a text for the model."""
         try:
             message = parse_response(turn, self._parsed_by, prefix=self.prompt, tools=self.schemas)
         except _UNPARSED as error:
@@ -185,11 +178,7 @@ class ToolFormat(TurnFormat):
         return calls
 
     def reply_ids(self, names: Sequence[str], replies: Sequence[str], *, ends: bool = False) -> list[int]:
-        """The tokens between the end of a turn and the beginning of the next turn (see `ReplyFormat`).
-
-        names: the names of the tools that the turn calls.
-        replies: the texts of the tools' replies.
-        """
+        """The tokens between a turn that calls the tools `names` and the next turn (see `ReplyFormat`)."""
         ids = self.text.ids_within(lambda texts: self._suffix(_replied(names, texts), self.schemas), replies)
         return [self.marker_id, *ids] if ends else ids
 

@@ -40,7 +40,6 @@ class Generator:
     counted_rows: the number of rows of the head over which log-probabilities are normalised, or None for all rows.
     tokenizer: needed only for `sampling.stop`.
     processor: needed only for prompts with media.
-
     Raises ValueError if the model cannot generate, or if there are stop texts but no tokenizer.
     """
 
@@ -85,7 +84,6 @@ class Generator:
         version: the version of the present weights, which is recorded for each token.
         early: called with each completion as soon as this completion ends, while the model still generates other
             completions of the batch.
-
         Raises the ValueError of `check`, and NotFiniteError, which is a ValueError, if logits are not finite.
         """
         self.check(requests)
@@ -130,9 +128,8 @@ class Generator:
         errors: AbstractContextManager[object] = nullcontext(),  # noqa: B008 it has no state
         early: CompletionCallback | None = None,
     ) -> list[Completion]:
-        """Return the completions of one batch. The caller must have called `check`.
+        """Return the completions of one batch, as `generate` does. The caller must have called `check`.
 
-        early: see `generate`.
         errors: a context manager around the call of the model's own `generate`.
         """
 
@@ -178,8 +175,6 @@ class Generator:
         If a caller of `generate` omits a setting, transformers takes it from the model's `generation_config`, which
         may contain penalties, suppressed tokens and limits. So the model has an empty `generation_config` during the
         call.
-
-        tokens: max_new_tokens.
         """
         watchdog.progress()
         model, dtype = self.decoder.pretrained, self._autocast

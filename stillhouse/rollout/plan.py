@@ -139,9 +139,7 @@ class PromptPlan:
             self._stops.append(len(self._groups))
 
     def _document(self, source: int, size: int, place: int, first_epoch: int) -> int:
-        """The number of the document at position `place` of a stream, counted among the documents of its source.
-
-        size: the number of the stream's documents.
+        """The number of the document at position `place` of a stream of `size` documents, among those of its source.
         first_epoch: the number of the permutation of the stream's first epoch.
         """
         epoch, in_epoch = divmod(place, size)

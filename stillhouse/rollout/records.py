@@ -89,7 +89,6 @@ class Completion:
     versions_N: int32, the version of the weights that generated each token, which is the number of optimizer steps of
         the weights; `NOT_GENERATED` for tokens of an environment.
     finish: "stop" if the model ended the completion, "length" if a limit of tokens cut it.
-
     Raises ValueError for empty arrays, arrays of different lengths, and a log-probability that is not finite or is
     above 0.
     """

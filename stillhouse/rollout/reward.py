@@ -104,9 +104,7 @@ class RewardSum:
     ) -> "PendingReward":
         """Request the reward of a completion. A function in this process raises UserFunctionError at once.
 
-        source: `file:line` of the record.
-        turns: the turns and the replies of the completion, in their order.
-        object_reward: the part that the sample's object gives.
+        source: `file:line` of the record. object_reward: the part that the sample's object gives.
         """
         futures = []
         for part in self.parts:
@@ -164,7 +162,6 @@ def with_advantages(
     With "normalized", the difference is divided by the standard deviation of these rewards (Shao et al. 2024,
     arXiv:2402.03300, section 4.1.2), or the advantage is 0 if `rewards_are_equal`. Samples without rewards are
     returned without a change.
-
     Raises ValueError for centered advantages that float32 cannot represent.
     """
     raw_rewards = [sample.reward for sample in samples if sample.reward is not None]

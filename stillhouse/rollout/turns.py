@@ -84,10 +84,7 @@ def done(value: Any) -> Future[Any]:
 
 
 class TurnReplies(ABC):
-    """Replies to the turns of samples. The methods can be called in any thread.
-
-    calls: the calls of the user's functions.
-    """
+    """Replies to the turns of samples. The methods can be called in any thread."""
 
     def __init__(self, calls: EpisodeCalls, tokenizer: PreTrainedTokenizerBase):
         self._calls, self._tokenizer = calls, tokenizer
@@ -106,7 +103,6 @@ class TurnReplies(ABC):
 
         sample, future: the argument and the result of `request`. The future must be done.
         most: the number of tokens that the caller needs from the beginning of the reply.
-
         Raises UserFunctionError if the call has failed, or if a sample cannot have this reply.
         """
 

@@ -33,13 +33,7 @@ from stillhouse.user_code.functions import (
 
 
 def user_function(key: str, path: str, full_key: str | None = None) -> UserFunction:
-    """Import a function (see `load_function`).
-
-    key: the configuration key of this kind of function, such as `REWARD`.
-    full_key: the key that the error names, or None if it is `key`.
-
-    Raises ConfigError if the function cannot be used.
-    """
+    """Import a function (see `load_function`). Raises ConfigError of `full_key` or `key` if it cannot be used."""
     with as_config_error(full_key or key):
         return load_function(key, path, function_hint(path))
 
@@ -56,7 +50,6 @@ def loaded_functions(
     section: the section rollout of the configuration, or None for its defaults. The samples of eval.prompts have its
         environment and its tools.
     rollout_key: returns the full key, from the number of a source and a key of the section rollout.
-
     Raises ConfigError if a function cannot be used (see `load_function`), or has a state that a checkpoint cannot
     contain.
     """
@@ -75,13 +68,9 @@ def loaded_functions(
 def _functions_of(
     rollout: RolloutConfig, reward_kind: str, reward_key: str, full_key: Callable[[str], str]
 ) -> list[UserFunction]:
-    """Import the functions of one source of prompts, or of eval.prompts.
+    """Import the functions of one source of prompts, or of eval.prompts. Raises the errors of `loaded_functions`.
 
-    reward_kind: the configuration key of this kind of reward, `REWARD` or `EVAL_REWARD`.
-    reward_key: the full key of the rewards, for errors.
-    full_key: returns the full key for a key of the section rollout.
-
-    Raises the errors of `loaded_functions`.
+    reward_kind: `REWARD` or `EVAL_REWARD`. reward_key: the full key of the rewards, for errors.
     """
     environment = environment_of(rollout, full_key)
     rewards = [part.name for part in reward_parts(rollout.reward) if part.is_function]
@@ -142,7 +131,6 @@ class CompletionCalls:
         """Start the workers, and open the reward servers.
 
         rollouts, samplings: the section rollout and the sampling settings for each source of prompts.
-        reward_key: the key of the configuration that has the rewards.
         compare_first: whether the first call of each reward is repeated. A warning is printed if the results differ.
         """
         rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]

@@ -17,9 +17,7 @@ _DYNAMIC = ("globals", "exec", "setattr", "__getattr__", "__path__", "*")
 def require_in_file(path: str, hint: str = "") -> None:
     """Raise ValueError if `package.module:function` certainly does not exist, or if its module is not valid Python.
 
-    Other mistakes are found only when the module is imported.
-
-    hint: a text that the error adds if there is no such module.
+    Other mistakes are found only when the module is imported. hint: see `load_function`.
     """
     module, _, function = path.partition(":")
     if module in sys.modules:
@@ -47,11 +45,8 @@ def require_in_file(path: str, hint: str = "") -> None:
 
 
 def _names(path: str, spec: ModuleSpec) -> set[str]:
-    """All names that a module defines or uses anywhere, or `_DYNAMIC` if its source cannot be examined.
-
-    path: the function's path, for the error.
-
-    Raises ValueError if the module is not valid Python.
+    """All names that a module defines or uses anywhere, or `_DYNAMIC` if its source cannot be examined. Raises
+    ValueError, with the function's path, if the module is not valid Python.
     """
     if spec.origin is None:  # a folder without __init__.py
         return set()

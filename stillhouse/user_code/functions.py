@@ -84,11 +84,7 @@ class Turn(TypedDict):
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function of the user.
-
-    key: the configuration key that names this function.
-    path: `package.module:function`.
-    """
+    """A function of the user. key: the configuration key that names it. path: `package.module:function`."""
 
     key: str
     path: str
@@ -111,9 +107,7 @@ class UserFunction:
         return TURNS in outer or (passes_on and TURNS in inner)
 
     def __call__(self, *arguments: Any, about: str = "", **named: Any) -> Any:
-        """Call the function.
-
-        about: a text that is added to error messages, for example to name the completion.
+        """Call the function. about: a text that is added to error messages, for example to name the completion.
 
         Raises UserFunctionError if the function raises an exception or changes settings of the process (which are
         then restored), and OverdueError if the function does not return after a signal.
@@ -143,7 +137,6 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
 
     key: the configuration key, which determines the parameters that the function must have.
     hint: a text that the error adds if there is no such module.
-
     Raises ValueError for a function that cannot be imported, is asynchronous, or does not have these parameters.
     """
     module_name, _, name = path.partition(":")
@@ -176,11 +169,9 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
 
 
 def load_class(of: UserFunction, methods: Mapping[str, tuple[str, ...]]) -> UserFunction:
-    """Check and return a class of the user.
+    """Check and return a class of the user. Raises ValueError if the class needs arguments or lacks a method.
 
     methods: the methods that the class must have, with their parameters; close is optional.
-
-    Raises ValueError if the class needs arguments or lacks a method.
     """
     path, made = of.path, of.function
     _require_parameters(path, made, ())
@@ -220,11 +211,7 @@ def gives_reward(of: UserFunction) -> bool:
 
 
 def method_of(of: UserFunction, made: Any, name: str) -> UserFunction:
-    """Return a method of an object of a user's class as a `UserFunction`.
-
-    of: the class.
-    made: the object.
-    """
+    """Return a method of an object `made` of the user's class `of` as a `UserFunction`."""
     return replace(of, path=f"{of.path}.{name}", function=getattr(made, name))
 
 
@@ -241,10 +228,7 @@ def checked_reward(
     source: str,
     turns: Sequence[Turn] = (),
 ) -> float:
-    """Call a reward function, and return the reward of a completion.
-
-    source: `file:line` of the record.
-    turns: the turns and replies of the completion, for a function with the parameter `turns`.
+    """Call a reward function, and return the reward of a completion. source: `file:line` of the record.
 
     Raises UserFunctionError if the function fails, or if its result is not a finite number.
     """
@@ -293,10 +277,7 @@ def shown(value: Any) -> str:
 
 
 def copied_record(record: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """A deep copy of a record. source: `file:line` of the record.
-
-    Raises UserFunctionError if the record is nested too deeply.
-    """
+    """A deep copy of a record. Raises UserFunctionError, with its `file:line`, if it is nested too deeply."""
     try:
         return copy.deepcopy(record)
     except RecursionError as error:

@@ -55,7 +55,6 @@ class ServedEngine:
         that an earlier process of this run has left on the servers are dropped.
     other_samplings: the samplings that some requests have instead of `sampling`. The servers' log-probabilities are
         also proved for these samplings.
-
     Raises ValueError for a server whose log-probabilities cannot be used for training. With `keep_weights`, the
     log-probabilities are not checked; instead, ValueError is raised if the servers have different weights.
     """

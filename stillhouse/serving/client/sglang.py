@@ -33,6 +33,7 @@ from stillhouse.serving.client.server_api import (
 from stillhouse.serving.wire import TokenId
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
+_NO_COMPLETION = "/generate gives no completion"
 _LORA = (
     "expected an SGLang that was started with --enable-lora, --max-lora-rank of at least the adapter's r, and "
     "--lora-target-modules all or those of the adapter"
@@ -119,7 +120,7 @@ class SglangApi(ServerApi):
         }
 
     def parse(self, response: HttpAnswer, adapter: str | None = None) -> Answer:
-        generated = _generated(response)
+        generated = parsed(_Generated, response.content, _NO_COMPLETION)
         meta = generated.meta_info
         ids = [token for _, token, _ in meta.output_token_logprobs]
         log_probs = [log_prob for log_prob, _, _ in meta.output_token_logprobs]
@@ -132,7 +133,7 @@ class SglangApi(ServerApi):
         return Answer(ids, log_probs, [VersionSpan(label, 0, len(ids))], meta.finish_reason.type, stop)
 
     def top_log_probs(self, response: HttpAnswer) -> list[float]:
-        rows = _generated(response).meta_info.output_top_logprobs
+        rows = parsed(_Generated, response.content, _NO_COMPLETION).meta_info.output_top_logprobs
         first = (rows[0] if rows else None) or []
         return sorted({token: log_prob for log_prob, token, _ in first}.values(), reverse=True)
 
@@ -181,7 +182,3 @@ def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> ServerRequ
         return [top_k_tensors(entries, document, spec, "/generate")]
 
     return json_call("/generate", body, parse, len(tokens), most_bytes)
-
-
-def _generated(response: HttpAnswer) -> _Generated:
-    return parsed(_Generated, response.content, "/generate gives no completion")
