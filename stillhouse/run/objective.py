@@ -210,5 +210,5 @@ def _require_terms_of(key: str, loss: str, spec: ObjectiveSpec) -> None:
 def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:
     if store is None or store.signal.is_exact:
         return "over the full vocabulary"
-    tail = f" (tail: {teacher.tail})" if store.signal.has_tail else ""
+    tail = f" (tail: {teacher.tail})" if store.signal.kind in ("top_k", "chosen") else ""
     return f"over {store.signal} of the teacher{tail}"
