@@ -96,9 +96,8 @@ class SeparateTeacher(SignalSource):
     keep_head: whether the model in `decoders` also has the teacher's output head
 
     With layout.offload, the weights are in host memory between requests. A single process moves all weights to the
-    device for each request; with several processes, FSDP moves them layer by layer.
-
-    The constructor is a collective. It raises ValueError for a model that does not fit the layout.
+    device for each request; with several processes, FSDP moves them layer by layer. The constructor is a collective.
+    It raises ValueError for a model that does not fit the layout.
     """
 
     def __init__(

@@ -130,29 +130,32 @@ class SeveralTeachers(SignalSource):
         With a route, a teacher gets only the rows of its own documents.
         """
         route, device = self._route, self._student.device
-        #: for each micro-batch, the indices of the rows with a non-zero weight, by the name of their teacher
-        rows_on_cpu: list[dict[str, Tensor]] = []
+        # for each micro-batch, the indices of the rows with a non-zero weight, by the name of their teacher
+        cpu_rows: list[dict[str, Tensor]] = []
         if route is not None:
             for batch in micro_batches.on_cpu:
                 index, document_T = batch.valid_index, batch.document_T
                 documents, place_C = document_T[index].unique(return_inverse=True)
                 names = [micro_batches.all_ranks.value(document, route) for document in documents.tolist()]
                 is_of = {name: torch.tensor([other == name for other in names]) for name in self.teachers}
-                rows_on_cpu.append({name: index[is_of_D.bool()[place_C]] for name, is_of_D in is_of.items()})
-        rows = [{name: copied_to(index, device) for name, index in of_batch.items()} for of_batch in rows_on_cpu]
-        pending: dict[str, PendingSignals] = {}
-        for name, source in self.teachers.items():
+                cpu_rows.append({name: index[is_of_D.bool()[place_C]] for name, is_of_D in is_of.items()})
+        rows = [{name: copied_to(index, device) for name, index in of_batch.items()} for of_batch in cpu_rows]
+        views: dict[str, ShardedMicroBatches] = {}
+        for name in self.teachers:
             step, view = micro_batches.all_ranks.for_teacher(name), micro_batches
             if step is not micro_batches.all_ranks:
                 view = shard_micro_batches(step, self._student.mesh, uniform_shapes=micro_batches.uniform_shapes)
             if route is not None:
-                on_cpu, routed = (
-                    [replace(batch, valid_index=of[name]) for batch, of in zip(batches, indices, strict=True)]
-                    for batches, indices in ((view.on_cpu, rows_on_cpu), (view, rows))
-                )
+                on_cpu = [
+                    replace(batch, valid_index=of[name]) for batch, of in zip(view.on_cpu, cpu_rows, strict=True)
+                ]
+                routed = [replace(batch, valid_index=of[name]) for batch, of in zip(view, rows, strict=True)]
                 view = ShardedMicroBatches(routed, view.all_ranks, uniform_shapes=view.uniform_shapes, on_cpu=on_cpu)
-            deferred = PendingSignals(partial(self._signals_of, name, view))
-            pending[name] = source.request(view) if source.steps_ahead else deferred
+            views[name] = view
+        pending: dict[str, PendingSignals] = {}
+        for name, source in self.teachers.items():
+            deferred = PendingSignals(partial(self._signals_of, name, views[name]))
+            pending[name] = source.request(views[name]) if source.steps_ahead else deferred
         return PendingSignals(partial(self._result, pending, len(micro_batches), None if route is None else rows))
 
     def _result(

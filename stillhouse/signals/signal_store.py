@@ -236,8 +236,7 @@ class StoredTeacher(SignalSource):
 
 class ChosenTeacher(StoredTeacher):
     """Requests the teacher's log-probabilities of the student's top-k ids, except ids that the teacher's head lacks.
-
-    autocast: the dtype of the student's matrix products. If it is None, they have the dtype of its weights.
+    autocast: see `SelfTeacher`.
     """
 
     steps_ahead = 0

@@ -42,9 +42,7 @@ class ServedEngine:
 
     vocabulary: the number of rows of the student's head. An answer with an id outside the vocabulary is refused. A
         prompt with such an id is not sent, because the id would stop vLLM.
-    timeout: futures raise ServerError if no server has answered for this number of seconds. A single answer has the
-        same limit.
-    warn: prints a line when a server fails, or answers again after a failure. token: the servers' bearer token.
+    timeout: see `ServerPool`, also for `warn` and `token`. A single answer has the same limit.
     update_timeout: a server that has not loaded new weights after these seconds counts as unreachable.
     keep_weights: whether the servers keep their own weights, such as a teacher's. If False, `update_weights` must be
         called before `generate`.

@@ -149,11 +149,9 @@ def prove(
     return Proof(store, spec, probes, first, findings)
 
 
-def make_probes(documents: Documents, media_inputs: MediaInputs | None = None) -> list[DocumentRows]:
-    """Return the beginnings of long documents without images, and short documents with images.
-
-    media_inputs: makes the tensors of images; None if no document has images.
-    Raises ValueError if the documents are too short.
+def make_probes(documents: Documents, media_inputs: MediaInputs | None) -> list[DocumentRows]:
+    """Return the beginnings of long documents without images, and short documents with images. Raises ValueError if
+    the documents are too short. media_inputs: see `prove`.
     """
     images, lengths_D = documents.media, documents.lengths_D
     has_images_D = np.zeros(len(documents), dtype=bool) if images is None else np.diff(images.offsets) > 0
