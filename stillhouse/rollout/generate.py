@@ -99,7 +99,7 @@ class Generator:
 
         least: the number of processes that share the batches.
         """
-        samplings = [self._sampling(request) for request in requests]
+        samplings = [request.sampling or self.sampling for request in requests]
         kinds = list(dict.fromkeys(samplings))
         sizes = [(len(request.prompt_ids), self._limit(request)) for request in requests]
         most_rows = max(1, -(-len(requests) // least))
@@ -145,7 +145,7 @@ class Generator:
         for row, request in enumerate(requests):
             ids_BS[row, width - len(request.prompt_ids) :] = request.prompt_ids
             mask_BS[row, width - len(request.prompt_ids) :] = 1
-        seeds, sampling = [request.seed for request in requests], self._sampling(requests[0])
+        seeds, sampling = [request.seed for request in requests], requests[0].sampling or self.sampling
         sampler = TokenSampler(sampling, seeds, max(limits), self._vocabulary, self.device, self._counted, self.never)
         media: dict[str, Tensor] = {}  # further arguments of the model's `generate`
         if any(request.has_media for request in requests):
@@ -204,7 +204,7 @@ class Generator:
         rows = model.get_input_embeddings().weight.shape[0]
         for request in requests:
             ids = request.prompt_ids
-            if self._sampling(request).stop and self._tokenizer is None:
+            if (request.sampling or self.sampling).stop and self._tokenizer is None:
                 raise ValueError("stop texts need the tokenizer: expected Generator(..., tokenizer=...)")
             if len(ids) == 0 or self._limit(request) < 1:
                 raise ValueError(
@@ -219,11 +219,8 @@ class Generator:
         longest = max((len(request.prompt_ids) + self._limit(request) for request in requests), default=0)
         check_document_length(model, longest, self._name)
 
-    def _sampling(self, request: GenerationRequest) -> Sampling:
-        return self.sampling if request.sampling is None else request.sampling
-
     def _limit(self, request: GenerationRequest) -> int:
-        most = self._sampling(request).max_new_tokens
+        most = (request.sampling or self.sampling).max_new_tokens
         return most if request.max_new_tokens is None else min(most, request.max_new_tokens)
 
     def _completions(

@@ -6,7 +6,7 @@ the host of rank 0.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from stillhouse.config import RolloutConfig
@@ -75,11 +75,7 @@ class Rollout:
     dataset: Documents | None
     student: DistributedStudent
     packer: StepPacker
-
-    def __post_init__(self) -> None:
-        self._by_student = self.rollouts[0].writer == "student"
-        self._ranks, self._taken = self.student.ranks, dict[int, list[Sample]]()
-        self._is_single_process = self._ranks.size == 1
+    _taken: dict[int, list[Sample]] = field(default_factory=dict, init=False)
 
     def take(self, step: int, timeline: RolloutLog) -> list[Sample]:
         """Return the samples of a step, with rewards and advantages, on all ranks. A collective of all processes.
@@ -97,7 +93,7 @@ class Rollout:
                 with timeline.trainer(WAIT_FOR_COMPLETIONS), self.shared():
                     if queue is not None and queue.has_requested(step):
                         queue.wait_for(step)
-            if self._by_student:
+            if self.rollouts[0].writer == "student":
                 with timeline.trainer(f"version {step}", step + 1, "weights"):
                     if self.served is not None:
                         self.served.update(step)
@@ -155,7 +151,7 @@ class Rollout:
     @contextmanager
     def shared(self) -> Iterator[Shared]:
         """Enter `Ranks.shared`, and raise the errors of `take` on all ranks."""
-        with errors_of_signals(), self._ranks.shared(*ERRORS) as shared:
+        with errors_of_signals(), self.student.ranks.shared(*ERRORS) as shared:
             yield shared
 
     def _take(self, step: int, timeline: RolloutLog) -> None:
@@ -163,12 +159,12 @@ class Rollout:
         with self.shared() as shared:
             if self.queue is not None:
                 samples = self.queue.take(step)
-                if not self._is_single_process:
+                if self.student.ranks.size > 1:
                     shared.value = [sample.as_json() for sample in samples]
         if self.queue is None:
             samples = [Sample.from_json(values) for values in shared.value]
         elif self.queue.taken_times != (0.0, 0.0):
             timeline.add_monotonic(step + 1, "rollout", f"{len(samples)} completions", *self.queue.taken_times)
-        if self._by_student:
+        if self.rollouts[0].writer == "student":
             require_versions(samples, step, self.rollouts[0].max_staleness)
         self._taken[step] = samples

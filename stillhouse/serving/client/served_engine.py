@@ -168,7 +168,7 @@ class ServedEngine:
                 f"completion {request.number}: its prompt has {len(ids)} tokens; expected at least one token, and "
                 f"ids from 0 to {self._vocabulary - 1}"
             )
-        sampling = self._sampling if request.sampling is None else request.sampling
+        sampling = request.sampling or self._sampling
         limit = sampling.max_new_tokens
         limit = limit if request.max_new_tokens is None else min(limit, request.max_new_tokens)
         attempt: list[tuple[ServerState, Published]] = []
