@@ -77,10 +77,8 @@ class TextReplies(TurnReplies):
 class MessageReplies(TurnReplies):
     """The texts of an environment as turns of the chat template (`rollout.reply`).
 
-    A turn that gets a reply ends with the template's end marker, or with a text of `rollout.stop`. If a turn ends
-    with another end-of-sequence token, the sample ends.
-
-    has_stops: whether `rollout.stop` has texts.
+    A turn that gets a reply ends with the template's end marker, or with a text of `rollout.stop` if it `has_stops`.
+    If a turn ends with another end-of-sequence token, the sample ends.
     """
 
     def __init__(

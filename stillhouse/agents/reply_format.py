@@ -97,9 +97,6 @@ class TurnFormat:
 
     processor: see `ChatTemplate`.
     turns: a question, a turn of the assistant with the anchor, and a reply to this turn.
-    tools: the tools of the conversation.
-
-    Attributes:
     text: tokenizes the texts of replies.
     marker_id: the special token with which the template ends a turn. If the template writes nothing after the last
         turn (GLM), `marker_id` is the header token with which the reply begins.
@@ -163,9 +160,8 @@ class TurnFormat:
 
 
 class ReplyFormat(TurnFormat):
-    """Writes replies of the role `user` or `tool` after turns of the assistant.
+    """Writes replies of the role `user` or `tool` after turns of the assistant. processor: see `ChatTemplate`.
 
-    processor: see `ChatTemplate`.
     Raises ValueError unless the following is proven. After a turn of the assistant, the template writes its end
     marker, and then a text that contains the unchanged reply and ends with the generation prompt. This text is the
     same after one turn and after several, with and without a system message, and with and without tools, if the

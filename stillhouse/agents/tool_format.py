@@ -115,10 +115,8 @@ class ToolCall:
 
 
 class ToolFormat(TurnFormat):
-    """How a tokenizer's chat template writes calls of tools and replies to them.
+    """How a tokenizer's chat template writes calls of tools and replies to them. processor: see `ChatTemplate`.
 
-    schemas: the schemas of the tools.
-    processor: see `ChatTemplate`.
     Raises ValueError if no format parses the calls that the template writes as the same calls, if the template does
     not write a reply after the turn, or if it writes the turn differently when a reply follows.
     """

@@ -29,9 +29,8 @@ _PROMPTS, _DATASET = 1, 2**31
 class PromptSource:
     """A source of prompts.
 
-    prompts: the number of documents with prompts.
+    prompts, dataset: the number of documents with prompts, and of documents with completions.
     samples_per_prompt: the number of samples of a group.
-    dataset: the number of documents with completions.
     share: the share of generated completions among all completions of this source. It is exact only over many steps,
         because a step takes whole groups.
     weight: a number proportional to the share of the run's prompts that this source gives.
@@ -45,12 +44,8 @@ class PromptSource:
 
 
 class PromptGroup(NamedTuple):
-    """A prompt with its samples.
-
-    step: the step of the group.
-    source: the number of the source that gives the prompt.
-    number: the number of the group among the groups of its source.
-    prompt: the number of the document.
+    """A prompt with its samples: the group's step, the number of the source that gives the prompt, the number of the
+    group among the groups of its source, and the number of the prompt's document.
     """
 
     step: int

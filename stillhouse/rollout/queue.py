@@ -36,10 +36,8 @@ class QueueState:
 class RolloutQueue:
     """The groups of samples that were requested and on which no step has trained yet.
 
-    samples: the samples that are being generated.
     servers: the servers that generate completions, or None if an engine in this job generates them. Such an engine
         gets its requests from `samples`.
-    schedule: decides when a group is requested and which step trains on it.
     config: the section rollout of the first source of prompts.
     """
 

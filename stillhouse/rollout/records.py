@@ -159,8 +159,7 @@ class CompletionInbox:
 class Sample:
     """A finished completion of a prompt, including the replies of an environment.
 
-    number: the number of the sample in the run.
-    prompt: the number of the prompt's document.
+    number, prompt: the numbers of the sample in the run, and of the prompt's document.
     reward: the reward of the completion, or None if the run has no reward or has not computed it yet.
     advantage: the reward relative to the rewards of the same prompt (see `with_advantages`).
     reward_parts: if the reward is a weighted sum, its parts without their weights; otherwise empty.

@@ -61,7 +61,6 @@ class Rollout:
         weights.
     queue, functions: the samples, and the calls of the user's functions, on rank 0.
     prompts, dataset: the documents to which the numbers in `plan` refer.
-    packer: packs the documents of a step.
     """
 
     rollouts: Sequence[RolloutConfig]

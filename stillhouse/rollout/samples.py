@@ -38,7 +38,6 @@ class SourceSettings:
         records of the data.
     calls_from_any_thread: whether a reward or a reply is requested as soon as the model's turn ends, even while the
         engine generates other completions. Otherwise, `Samples.receive` requests it.
-    max_turns: the maximum number of turns of the model.
     object_gives_reward: whether the object that `environment` keeps for each sample gives a part of `reward`.
     """
 

@@ -77,7 +77,6 @@ class FunctionCalls:
 
         arguments: (prompt, completion, record, source), for an environment with a state also an `Episode`, and for a
             reward with a parameter `turns` also the turns.
-
         If the call fails, or if it has not returned in two workers, the future raises UserFunctionError. Without
         workers, this method raises it. After `close`, the future can remain pending forever.
         """

@@ -52,10 +52,7 @@ _CHOICE = 100
 
 @dataclass(frozen=True)
 class Proof:
-    """The requests at the start of the run, and the answers. Later answers are compared with these answers.
-
-    findings: the results of the proof, in words.
-    """
+    """The requests at the start of the run, the answers, with which later answers are compared, and the findings."""
 
     store: "RemoteSignals"
     spec: SignalSpec

@@ -48,11 +48,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 @dataclass(frozen=True, eq=False)
 class GenerationPart:
-    """A completion to generate.
-
-    tokens: the maximum number of tokens of the prompt and the completion together.
-    images: the images of the prompt, or None.
-    """
+    """A completion to generate. tokens: the maximum number of tokens of the prompt and the completion together."""
 
     request: GenerationRequest
     tokens: int
