@@ -50,9 +50,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A server's completions of some prompts.
+    """A server's completions of some prompts. label: the version of the weights that generated them.
 
-    label: the version of the weights that generated the completions.
     top_tokens: for each prompt, the most likely next token and its log-probability.
     """
 
@@ -69,7 +68,6 @@ class ServerState:
     published: the version that was loaded last; None while the weights are unknown. A new object means a new load.
     restored: how often the server had other weights since its last usable answer.
     is_absent: whether the newest version is being loaded in the background, because the server did not have it.
-    probe: the probe of the version that was loaded last.
     """
 
     address: Server
