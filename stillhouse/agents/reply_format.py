@@ -76,8 +76,8 @@ class OrdinaryText:
         for number, piece in enumerate(re.split(f"{salt}([0-9]+)z", written)):
             ids += self._without_token(texts[int(piece)]) if number % 2 else self.template_ids(piece)
         short_ids = self.template_ids(write(["a"] * len(replies)))
-        added, of_template = ([index for index in some if index in self._added_ids] for some in (ids, short_ids))
-        if added != of_template:
+        added, expected = ([index for index in some if index in self._added_ids] for some in (ids, short_ids))
+        if added != expected:
             raise ValueError(
                 f"{self.key}: the reply {replies[0][:80]!r} contains special tokens of the tokenizer that cannot be "
                 "tokenized as ordinary text"

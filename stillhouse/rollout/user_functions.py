@@ -82,8 +82,8 @@ def _functions_of(
         _require_state(function, rollout.workers, key)
     if has_part_of_object(rollout.reward):
         # a sample has one object that gives a reward
-        key, of_environment = ("rollout", []) if environment is None else (environment.key, environment.functions)
-        rewarding = [function for function in of_environment if gives_reward(function)]
+        key, candidates = ("rollout", []) if environment is None else (environment.key, environment.functions)
+        rewarding = [function for function in candidates if gives_reward(function)]
         with as_config_error(reward_key):
             for function in rewarding:
                 require_synchronous(f"{function.path}.{REWARD_METHOD}", getattr(function.function, REWARD_METHOD))

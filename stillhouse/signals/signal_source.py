@@ -139,7 +139,7 @@ class SeveralTeachers(SignalSource):
                 names = [micro_batches.all_ranks.value(document, route) for document in documents.tolist()]
                 is_of = {name: torch.tensor([other == name for other in names]) for name in self.teachers}
                 cpu_rows.append({name: index[is_of_D.bool()[place_C]] for name, is_of_D in is_of.items()})
-        rows = [{name: copied_to(index, device) for name, index in of_batch.items()} for of_batch in cpu_rows]
+        rows = [{name: copied_to(index, device) for name, index in indices.items()} for indices in cpu_rows]
         views: dict[str, ShardedMicroBatches] = {}
         for name in self.teachers:
             step, view = micro_batches.all_ranks.for_teacher(name), micro_batches

@@ -12,11 +12,12 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from traceback import StackSummary, TracebackException, extract_tb
+from types import TracebackType
 from typing import Any, Literal, TypedDict
 
 from stillhouse import preemption
@@ -115,7 +116,7 @@ class UserFunction:
         settings = _settings()
         before = {name: read() for name, (read, _) in settings.items()}
         try:
-            with _foreign_code(str(self), about):
+            with _ForeignCode(str(self), about):
                 call = partial(self.function, *arguments, **named)
                 # no advice for evaluations: callbacks never run in workers, and a run without rollouts has none
                 advice = "; rollout.workers with rollout.worker_timeout limits the time of a call"
@@ -142,7 +143,7 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    with _foreign_code(f"got {path!r}, but importing {module_name}"):
+    with _ForeignCode(f"got {path!r}, but importing {module_name}"):
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -289,22 +290,24 @@ def about_completion(completion: str, source: str) -> str:
     return f" for the completion {completion[:_SHOWN]!r} of {source}"
 
 
-@contextmanager
-def _foreign_code(what: str, about: str = "") -> Iterator[None]:
-    """Convert exceptions in the block to UserFunctionError with the user's frames, except OverdueError and Ctrl-C.
+class _ForeignCode(AbstractContextManager[object]):
+    """Converts exceptions in the block to UserFunctionError with the user's frames, except OverdueError and Ctrl-C.
 
     SystemExit is also converted, because exit code 0 of the process would mean that the run is complete.
 
     what, about: the texts before and after the exception in the message.
     """
-    try:
-        yield
-    except BaseException as error:
+
+    def __init__(self, what: str, about: str = ""):
+        self._what, self._about = what, about
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         # In a program that uses the library, Ctrl-C raises KeyboardInterrupt. In the command line and in workers, our
         # own signal handler catches Ctrl-C and raises nothing, so a KeyboardInterrupt comes from the function itself.
         raises_on_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if isinstance(error, OverdueError) or (isinstance(error, KeyboardInterrupt) and raises_on_ctrl_c):
-            raise
+        is_ctrl_c = isinstance(error, KeyboardInterrupt) and raises_on_ctrl_c
+        if error is None or isinstance(error, OverdueError) or is_ctrl_c:
+            return
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
             trace = trace.tb_next
@@ -314,7 +317,7 @@ def _foreign_code(what: str, about: str = "") -> Iterator[None]:
         if len(entries) > _FIRST + _LAST:
             left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
             entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
-        message = f"{what} raises {in_words(error)}{about}"
+        message = f"{self._what} raises {in_words(error)}{self._about}"
         raise UserFunctionError(message + "".join(["\n", *entries]).rstrip()) from error
 
 
