@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.demo_teacher import collect_teacher_sources
 from stillhouse.tools.demo import corpus, student
 from stillhouse.tools.demo.corpus import NamedText
 
@@ -64,7 +65,7 @@ def test_documents_have_names_of_their_own_and_share_no_paragraph(documents):
 
 
 def test_only_the_teachers_own_modules_are_read_as_source_code():
-    sources = corpus.collect_teacher_sources()
+    sources = collect_teacher_sources()
     assert len(sources) > 200
     assert {corpus.split_of(source.name.removeprefix("source:")) for source in sources} == {"teacher"}
 

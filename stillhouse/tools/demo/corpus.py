@@ -80,13 +80,6 @@ def collect_split(split: Split) -> list[NamedText]:
     return [document for document in collect_documents(end=ENDS[split]) if split_of(document.name) == split]
 
 
-def collect_teacher_sources() -> list[NamedText]:
-    """Return the source code of the modules in the teacher split, which is additional text to train the teacher."""
-    sources = module_sources(Path(sysconfig.get_paths()["stdlib"]))
-    sources = ((name, source) for name, source in sources if split_of(name) == "teacher")
-    return [NamedText(f"source:{name}", source) for name, source in sources if source.strip()]
-
-
 def write_jsonl(documents: Iterable[NamedText], path: Path) -> None:
     """Write one JSON object per line, with the keys `name` and `text`."""
     path.write_text("".join(json.dumps(document._asdict()) + "\n" for document in documents), encoding="utf-8")
