@@ -218,7 +218,7 @@ class _Listener:
         function, self._function = self._function, None
         _set_timer(0)
         if self.received and function is not None:
-            self._spent += self._since_signal()
+            self._spent += time.monotonic() - max(self._entered_at, self._received_at)
 
     def interrupt(self, *_: object) -> None:
         """Handle `_INTERRUPT` in the main thread: raise OverdueError in the function of the user that is running."""
@@ -243,7 +243,7 @@ class _Listener:
         while True:
             function = self._function
             if self.received and function is not None:
-                spent = self._spent + self._since_signal()
+                spent = self._spent + time.monotonic() - max(self._entered_at, self._received_at)
                 if spent > 2 * SECONDS_TO_RETURN:  # the interruption has had no effect
                     line = f"{function} does not return; {self._message(self.received)}"
                     end_process(128 + self.received, line if _is_rank_0() else None)
@@ -272,9 +272,6 @@ class _Listener:
                 for number in numbers:
                     if number in SIGNALS:
                         self._receive(number)
-
-    def _since_signal(self) -> float:
-        return time.monotonic() - max(self._entered_at, self._received_at)
 
     def _receive(self, number: int) -> None:
         now, finishing = time.monotonic(), self.finishing

@@ -72,7 +72,11 @@ def write(
     if flags["out"] is None:
         raise misused("--out is missing: expected the folder of the cache")
     out = Path(flags["out"])
-    arguments, flags = _with_student(arguments, flags)
+    if flags["student"] is None and all(map(is_override, arguments)):
+        # neither a file nor an option names a student; a cache needs only its tokenizer, which must be the teacher's
+        keys = ("teacher.model=", "teacher.revision=", "teacher.trust_remote_code=")
+        same = (text.replace("teacher", "student", 1) for text in arguments if text.startswith(keys))
+        arguments, flags = (*same, *arguments), {**flags, "student": flags["teacher"]}
     config = load_arguments(arguments, flags)
     from stillhouse.parallel import destroy_process_group, is_first
     from stillhouse.tools.write_cache import write_cache
@@ -92,20 +96,6 @@ def write(
     if is_first():
         print_escaped(manifest.summary(out))
     destroy_process_group()
-
-
-def _with_student(
-    arguments: tuple[str, ...], flags: dict[str, str | None]
-) -> tuple[tuple[str, ...], dict[str, str | None]]:
-    """Set the student to the teacher if neither a file nor an option names a student.
-
-    A cache needs only the tokenizer of the student, which must be the teacher's tokenizer.
-    """
-    if flags["student"] is not None or not all(map(is_override, arguments)):
-        return arguments, flags
-    keys = ("teacher.model=", "teacher.revision=", "teacher.trust_remote_code=")
-    same = (text.replace("teacher", "student", 1) for text in arguments if text.startswith(keys))
-    return (*same, *arguments), {**flags, "student": flags["teacher"]}
 
 
 @cache.command("info")

@@ -182,7 +182,7 @@ class PackedMicroBatches(StepMicroBatches):
     rows: for each micro-batch, the numbers of its sequences. teacher: see `PackedSequences.micro_batch`.
     """
 
-    def __init__(self, sequences: PackedSequences, rows: Sequence[np.ndarray], teacher: str | None = None):
+    def __init__(self, sequences: PackedSequences, rows: Sequence[np.ndarray], teacher: str | None):
         super().__init__(())
         self.sequences, self.rows, self.teacher = sequences, list(rows), teacher
 

@@ -9,7 +9,6 @@ S tokens of a document, or of the longest prompt among B prompts.
 """
 
 import io
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.documents import Documents
 from stillhouse.data.media import Expanded, MediaTensors
-from stillhouse.data.media_files import MediaFile, MediaFiles
+from stillhouse.data.media_files import MediaFile
 from stillhouse.data.record import DataError, ProcessorError, RecordError
 from stillhouse.data.render.tokenizers import tokenizer_fingerprint
 from stillhouse.hashing import file_hash, json_hash
@@ -36,7 +35,6 @@ from stillhouse.models.vision_language import TOKEN_TYPES, model_media, read_tok
 
 _PER_TOKEN = {"input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets", *TOKEN_TYPES}
 _PROBES = ((37, 23), (64, 48), (20, 50))  # widths and heights
-_PART = 2**22  # the number of tokens that are searched at a time
 
 
 class _Layout(NamedTuple):
@@ -294,23 +292,6 @@ class ImageProcessor:
             f"{documents.sources[document]}: images of {shown} pixels, {self.count_placeholders(tokens):,} "
             f"placeholder tokens of {len(tokens):,}, {targets:,} to predict"
         )
-
-    def shortened(self, text: str) -> str:
-        tokens = map(re.escape, self.tokenizer.convert_ids_to_tokens(self.placeholder_ids))
-        return re.sub(
-            rf"({'|'.join(tokens)})\1{{3,}}", lambda match: f"{match[1]}[× {len(match[0]) // len(match[1]):,}]", text
-        )
-
-    def check_texts(self, documents: Documents) -> None:
-        counts_D = np.diff((documents.media or MediaFiles.none(len(documents))).offsets)
-        for start in range(0, len(documents.tokens_N), _PART):
-            places = start + np.flatnonzero(np.isin(documents.tokens_N[start : start + _PART], self.placeholder_ids))
-            owners = np.searchsorted(documents.offsets, places, side="right") - 1
-            if len(without := owners[counts_D[owners] == 0]):
-                raise DataError(
-                    documents.sources[int(without[0])],
-                    "its text has a placeholder token of images, but there is no image",
-                )
 
     @cached_property
     def _isolated_decoder(self) -> IsolatedDecoder:

@@ -5,6 +5,7 @@ of each loss. It changes no weight and writes no file.
 """
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -147,7 +148,10 @@ def _sample(data: Data, document: int) -> str:
     documents = data.train.documents
     text = in_brackets(data.tokenizer, documents.tokens(document), documents.targets(document))
     if documents.media is not None and data.processor is not None:
-        text = data.processor.shortened(text)
+        # shorten long repetitions of a placeholder token to one token and a count
+        tokens = map(re.escape, data.tokenizer.convert_ids_to_tokens(data.processor.placeholder_ids))
+        repeated = re.compile(rf"({'|'.join(tokens)})\1{{3,}}")
+        text = repeated.sub(lambda match: f"{match[1]}[× {len(match[0]) // len(match[1]):,}]", text)
     return escaped(text[:_SAMPLE], lines=True) + ("…" if len(text) > _SAMPLE else "")
 
 

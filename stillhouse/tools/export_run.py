@@ -184,23 +184,21 @@ def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, s
         paths = [source / name for name in sorted(names) if name.endswith(_WEIGHTS)]
         files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]
         file_of = {name: file for file in files for name in file.keys() if not name.startswith(mtp_prefixes)}  # noqa: SIM118
-
-        def to(name: str) -> torch.dtype:
-            trained: torch.dtype = stored[name].properties.dtype
-            is_kept = any(part in name.split(".") for part in kept)
-            return (
-                wanted if trained.is_floating_point and isinstance(wanted, torch.dtype) and not is_kept else trained
-            )
+        dtypes: dict[str, torch.dtype] = {name: stored[name].properties.dtype for name in file_of}
+        if isinstance(wanted, torch.dtype):
+            for name, trained in dtypes.items():
+                if trained.is_floating_point and not any(part in name.split(".") for part in kept):
+                    dtypes[name] = wanted
 
         def read(names: Iterable[str]) -> dict[str, Tensor]:
-            weights = {name: file_of[name].get_tensor(name).to(to(name)) for name in names}
+            weights = {name: file_of[name].get_tensor(name).to(dtypes[name]) for name in names}
             for name, weight in weights.items():
                 if weight.is_floating_point() and not weight.isfinite().all():
                     expected = "expected bfloat16 or float32"
                     raise ValueError(f"--dtype: {weight.dtype} cannot represent '{name}': {expected}")
             return weights
 
-        shapes = {name: torch.empty(stored[name].size, dtype=to(name), device="meta") for name in file_of}
+        shapes = {name: torch.empty(stored[name].size, dtype=dtypes[name], device="meta") for name in file_of}
         name_of_file = ADAPTER_WEIGHTS if (source / ADAPTER_CONFIG).is_file() else SAFE_WEIGHTS_NAME
         write_weights(target, shapes, read, settings.shard_bytes, file=name_of_file)
     if config is not None and mtp_prefixes:
