@@ -179,7 +179,13 @@ def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, s
     stored = stored_tensors(source)
     wanted = None if dtype is None else parse_dtype(dtype)
     config, mtp_prefixes = (None, ()) if settings.mtp else _config_and_mtp(source)
-    kept = _kept_in_float32(source) if wanted in (torch.bfloat16, torch.float16) else []
+    kept: Sequence[str] = ()  # the modules whose weights transformers keeps in float32 for every dtype of the model
+    if wanted in (torch.bfloat16, torch.float16) and (source / CONFIG_NAME).is_file():
+        model_config = read_configuration(str(source))
+        what = f"{model_config.name_or_path}: its configuration cannot be read"
+        with reading(what), torch.device("meta"):
+            model = auto_class(model_config, multimodal=True).from_config(model_config, trust_remote_code=False)
+        kept = [*(model._keep_in_fp32_modules_strict or [])]
     with ExitStack() as opened:
         paths = [source / name for name in sorted(names) if name.endswith(_WEIGHTS)]
         files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]
@@ -216,16 +222,6 @@ def _copy_others(source: Path, names: Iterable[str], target: Path) -> None:
         if not is_weights and not (target / name).exists():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
-
-
-def _kept_in_float32(source: Path) -> list[str]:
-    """Return the names of the modules whose weights transformers keeps in float32 for every dtype of the model."""
-    if not (source / CONFIG_NAME).is_file():
-        return []
-    config = read_configuration(str(source))
-    with reading(f"{config.name_or_path}: its configuration cannot be read"), torch.device("meta"):
-        model = auto_class(config, multimodal=True).from_config(config, trust_remote_code=False)
-    return sorted(model._keep_in_fp32_modules_strict or [])
 
 
 def _with_dtype(content: dict[str, Any], dtype: str) -> dict[str, Any]:
