@@ -201,7 +201,7 @@ class _Listener:
         """Record that a signal has arrived. The main thread runs this handler as soon as it executes Python code."""
         self.has_arrived = True
         if self._function is not None:
-            _set_timer(_YIELD_SECONDS)
+            signal.setitimer(signal.ITIMER_VIRTUAL, _YIELD_SECONDS, _YIELD_SECONDS)
 
     def enter(self, function: str, late: str) -> None:
         """Record that a function of the user begins. Raises OverdueError if `SECONDS_TO_RETURN` are already used up.
@@ -212,11 +212,12 @@ class _Listener:
             raise OverdueError(f"{function} was not called after a signal")
         self._is_interrupted, self._entered_at, self._late = False, time.monotonic(), late
         self._function = function
-        _set_timer(_YIELD_SECONDS if self.has_arrived else SECONDS_BETWEEN_LOOKS)
+        seconds = _YIELD_SECONDS if self.has_arrived else SECONDS_BETWEEN_LOOKS
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
 
     def leave(self) -> None:
         function, self._function = self._function, None
-        _set_timer(0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         if self.received and function is not None:
             self._spent += time.monotonic() - max(self._entered_at, self._received_at)
 
@@ -291,10 +292,6 @@ class _Listener:
             running = "" if function is None else f"; {function} is running"
             print_line(f"{name}: finishing {finishing}; a second signal ends the run at once{running}")
         self.noted.set()
-
-
-def _set_timer(seconds: float) -> None:
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
 
 
 def _is_rank_0() -> bool:

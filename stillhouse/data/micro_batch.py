@@ -5,7 +5,7 @@
 B rows, S columns per row (the length of the longest row), T = B·S.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, overload
@@ -178,9 +178,22 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """This micro-batch on another device, with the lengths of its documents."""
+        """This micro-batch on another device, with the lengths of its documents. A CUDA device gets all tensors in
+        one asynchronous copy from pinned memory.
+        """
         values, structure = tree_flatten(vars(self.with_lengths()))
-        moved = _copies([value for value in values if isinstance(value, Tensor)], torch.device(device))
+        tensors = {id(value): value for value in values if isinstance(value, Tensor)}
+        if torch.device(device).type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors.values()):
+            moved = {key: tensor.to(device) for key, tensor in tensors.items()}
+        else:
+            ends = list(accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()))
+            starts = [0, *ends[:-1]]
+            buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+            for start, tensor in zip(starts, tensors.values(), strict=True):
+                buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            buffer, moved = buffer.to(device, non_blocking=True), {}
+            for start, (key, tensor) in zip(starts, tensors.items(), strict=True):
+                moved[key] = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return MicroBatch(**tree_unflatten([moved.get(id(value), value) for value in values], structure))
 
     def _select_inputs(self, inputs: Mapping[str, Tensor], index_BS: Tensor) -> dict[str, Tensor]:
@@ -204,27 +217,6 @@ def take(values_T: Tensor, index_T: Tensor, padding: float = 0) -> Tensor:
     taken_T = values_T[index_T.clamp(min=0)]
     is_padding_T = (index_T < 0).view(-1, *[1] * (values_T.dim() - 1))
     return taken_T.masked_fill(is_padding_T, padding)
-
-
-def _copies(tensors: Iterable[Tensor], device: torch.device) -> dict[int, Tensor]:
-    """The tensors on a device, by the `id` of the original tensor. A CUDA device gets all tensors in one asynchronous
-    copy from pinned memory.
-    """
-    by_id = {id(tensor): tensor for tensor in tensors}
-    if device.type != "cuda" or not all(tensor.device.type == "cpu" for tensor in by_id.values()):
-        return {key: tensor.to(device) for key, tensor in by_id.items()}
-    ends = list(accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in by_id.values()))
-
-    def views(buffer: Tensor) -> list[Tensor]:
-        return [
-            buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip([0, *ends], by_id.values(), strict=False)
-        ]
-
-    buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
-    for value, tensor in zip(views(buffer), by_id.values(), strict=True):
-        value.copy_(tensor)
-    return dict(zip(by_id, views(buffer.to(device, non_blocking=True)), strict=True))
 
 
 class StepMicroBatches(Sequence[MicroBatch]):
