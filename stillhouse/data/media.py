@@ -10,7 +10,7 @@ S tokens of a document, A axes of rotary positions.
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -207,6 +207,7 @@ class DocumentMedia:
     placeholder_ids: Sequence[int] = ()
 
 
+@dataclass(eq=False)
 class MediaInputs:
     """Makes the inputs of a micro-batch that come from media.
 
@@ -214,13 +215,9 @@ class MediaInputs:
         teacher that reads no media, by name. All other teachers read the student's inputs.
     """
 
-    def __init__(
-        self,
-        processor: MediaProcessor,
-        axis_positions: AxisPositions | None = None,
-        teachers: "Mapping[str, MediaInputs | None] | None" = None,
-    ):
-        self.processor, self.axis_positions, self.teachers = processor, axis_positions, dict(teachers or {})
+    processor: MediaProcessor
+    axis_positions: AxisPositions | None = None
+    teachers: "Mapping[str, MediaInputs | None]" = field(default_factory=dict)
 
     def tensors(
         self, documents: Documents, members: Sequence[int], ids_M: Sequence[np.ndarray], *, may_skip: bool = False

@@ -10,6 +10,7 @@ S tokens of a document, or of the longest prompt among B prompts.
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,31 +47,25 @@ class _Layout(NamedTuple):
     stacked: frozenset[str]
 
 
+@dataclass(eq=False)
 class ImageProcessor:
     """The processor of a model. `MediaProcessor` documents its methods.
 
-    kind: the name of this add-on in the registry. tokenizer: the run's tokenizer, which must also be the
-    processor's. most_pixels: a larger image is scaled down to this number of pixels; there is no limit if it is None.
-    template_is_set: whether the tokenizer's chat template was replaced by another template.
+    kind: the name of this add-on in the registry. name: a folder or a hub id. tokenizer: the run's tokenizer, which
+    must also be the processor's. most_pixels: a larger image is scaled down to this number of pixels; there is no
+    limit if it is None. template_is_set: whether the tokenizer's chat template was replaced by another template.
     """
 
     kind = "images"
 
-    def __init__(
-        self,
-        name_or_path: str,
-        files: Sequence[Path],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        most_pixels: int | None = None,
-        template_is_set: bool = False,
-    ):
-        self.name, self.tokenizer, self.most_pixels = name_or_path, tokenizer, most_pixels
-        self.files: Sequence[Path] = files
-        self._options = revision, trust_remote_code
-        self._template_is_set = template_is_set
+    name: str
+    files: Sequence[Path]
+    tokenizer: PreTrainedTokenizerBase
+    _: KW_ONLY
+    revision: str | None = None
+    trust_remote_code: bool = False
+    most_pixels: int | None = None
+    template_is_set: bool = False
 
     def identity(self) -> list[Any]:
         return [self.most_pixels, *map(file_hash, self.files)]
@@ -89,7 +84,7 @@ class ImageProcessor:
         chat template, or has no placeholder token for images.
         """
         require_pillow()
-        processor = load_processor(self.name, *self._options)
+        processor = load_processor(self.name, self.revision, self.trust_remote_code)
         what = f"the processor of {self.name!r}"
         if tokenizer_fingerprint(processor.tokenizer) != tokenizer_fingerprint(self.tokenizer):
             raise ValueError(
@@ -98,7 +93,7 @@ class ImageProcessor:
                 "AutoProcessor.from_pretrained(…).save_pretrained(folder)"
             )
         template = self.tokenizer.chat_template
-        if not self._template_is_set and processor.chat_template not in (None, template):
+        if not self.template_is_set and processor.chat_template not in (None, template):
             raise ValueError(
                 f"{what} and its tokenizer have different chat templates: set data.chat_template to a file with the "
                 "template to use"

@@ -178,8 +178,16 @@ class PackedDocuments:
                 positions_S, axes_SA = torch.arange(len(document.ids_S)), document.axis_positions(decoder)
                 per_token = {"input_ids": document.ids_S, "position_ids": positions_S, **document.types_S}
                 tensors.append(per_token if axes_SA is None else {**per_token, AXES: axes_SA})
-            missing = columns - lengths[number]
-            parts.append({name: _padded(name, [part[name] for part in tensors], missing) for name in tensors[0]})
+            missing, row_inputs = columns - lengths[number], dict[str, Tensor]()
+            for name in tensors[0]:
+                joined_S = torch.cat([values[name] for values in tensors])
+                if name in ("position_ids", AXES):  # padding counts as a document: its positions begin at 0
+                    positions = torch.arange(missing).view(-1, *[1] * (joined_S.dim() - 1))
+                    row_inputs[name] = torch.cat([joined_S, positions.expand(missing, *joined_S.shape[1:])])
+                else:
+                    value = int(joined_S[0]) if name == "input_ids" else 0
+                    row_inputs[name] = pad(joined_S, (0, missing), value=value)
+            parts.append(row_inputs)
         inputs = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
         is_padding_BS = torch.arange(columns) >= torch.tensor(lengths)[:, None]
         return cls(inputs, is_padding_BS, places)
@@ -239,15 +247,6 @@ def run_alone(decoder: Any, document: ImageDocument) -> Tensor:
     with reading(f"{typename(decoder.pretrained)} cannot run a document with images", passes=ProofError):
         hidden_1SD: Tensor = decoder(document.ids_S[None].to(device), **types, images=images, head=False)
     return hidden_1SD
-
-
-def _padded(name: str, parts: Sequence[Tensor], columns: int) -> Tensor:
-    """Join values [S, …] of documents and of padding. Padding counts as a document: its positions begin at 0."""
-    joined_S = torch.cat([*parts])
-    if name not in ("position_ids", AXES):
-        return pad(joined_S, (0, columns), value=int(joined_S[0]) if name == "input_ids" else 0)
-    positions = torch.arange(columns).view(-1, *[1] * (joined_S.dim() - 1)).expand(columns, *joined_S.shape[1:])
-    return torch.cat([joined_S, positions])
 
 
 def _compare(hidden_SD: Tensor, expected_SD: Tensor, precision: torch.dtype, message: str) -> None:
