@@ -8,8 +8,7 @@ The command line handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 (`handling`):
 
 Ctrl-C may also end the process that reads the output (`tee`), so that writing the output fails. The run still writes
 its checkpoint in this case (`surviving_lost_reader`). A function of the user (such as a reward) that does not return
-soon after a signal within `finishing` is interrupted (`interruptible`). A warning names each function of the user
-that has run for a minute, also without a signal. The line that reports a signal names the function that is running.
+soon after a signal is interrupted (`interruptible`); a warning names each one that has run for a minute.
 
 The exit code is 128 + the signal's number; only a server that has answered all requests ends with 0. A thread reads
 the signals, because Python runs signal handlers only in the main thread, which may be waiting in a collective that
@@ -81,7 +80,7 @@ class OverdueError(BaseException):
 
 
 @contextmanager
-def handling(message: Callable[[int], str], *, ends_process: bool = False) -> Iterator[None]:
+def handling(message: Callable[[int], str], *, ends_process: bool) -> Iterator[None]:
     """Handle signals until the block ends. Only the main thread can install handlers; in another thread, this does
     nothing.
 
@@ -127,7 +126,7 @@ def finishing(what: str) -> Iterator[None]:
         listener.finishing = None
 
 
-def interruptible(what: str, work: Callable[[], T], about: str = "", advice: str = "") -> T:
+def interruptible(what: str, work: Callable[[], T], about: str, advice: str) -> T:
     """Call `work`, a function of the user that may never return.
 
     Within `finishing`, OverdueError is raised inside `work` `SECONDS_TO_RETURN` after a signal. If `work` has not
@@ -155,10 +154,7 @@ def interruptible(what: str, work: Callable[[], T], about: str = "", advice: str
 
 @contextmanager
 def surviving_lost_reader() -> Iterator[None]:
-    """Ignore a failed write to the output if a signal has arrived or arrives within `SECONDS_OF_LOST_READER`.
-
-    The signal may end the process that reads the output, such as `tee`, before this process receives it.
-    """
+    """Ignore a failed write to the output if a signal has arrived or arrives within `SECONDS_OF_LOST_READER`."""
     try:
         yield
     except OSError as error:

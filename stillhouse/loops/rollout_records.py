@@ -61,8 +61,8 @@ class RolloutMetrics:
         ranks: Ranks,
         spec: ObjectiveSpec,
         *,
-        one_teacher_per_document: bool = False,
-        noise: Collection[str] = (),
+        one_teacher_per_document: bool,
+        noise: Collection[str],
     ):
         self._rollout, self._plan, self._ranks, self._spec = rollout, rollout.prompts, ranks, spec
         self._one_teacher_per_document = one_teacher_per_document

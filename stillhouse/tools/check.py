@@ -120,7 +120,7 @@ def _data_rows(data: Data, schedule: Schedule, rollout: RolloutPlan | None) -> I
     if data.evaluation is None:
         yield "data eval", "no data is held out, so there will be no held-out metrics"
     if rollout is None:
-        filling = f"{data.train.filled_share:.0%} full"
+        filling = f"{int(data.train.widths_S.sum()) / (len(data.train) * data.train.max_tokens):.0%} full"
         if data.by_length:
             filling = f"each with documents of similar lengths, {data.train.padding_share:.1%} padding in rows"
         yield "packing", f"{len(data.train):,} sequences, {filling}"
