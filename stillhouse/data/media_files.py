@@ -107,10 +107,6 @@ class MediaFiles:
         rows = self.rows_I[self.offsets[document] : self.offsets[document + 1]].tolist()
         return [MediaFile(*(self.table.column(name)[row].as_py() for name in _NAMES)) for row in rows]
 
-    def hashes(self) -> bytes:
-        """The hashes of all media in the order of the documents."""
-        return b"".join(self.table.column("sha256")[int(row)].as_py() for row in self.rows_I)
-
 
 class MediaWriter:
     """Writes media to an Arrow file, or to memory if `path` is None."""

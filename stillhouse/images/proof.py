@@ -192,10 +192,6 @@ class PackedDocuments:
         is_padding_BS = torch.arange(columns) >= torch.tensor(lengths)[:, None]
         return cls(inputs, is_padding_BS, places)
 
-    def parts(self, hidden_BSD: Tensor) -> list[Tensor]:
-        """Return the hidden states [S, D] of each document."""
-        return [hidden_BSD[row, columns] for row, columns in self.places]
-
 
 def _prove_packed(
     model: ImageModel, documents: Sequence[ImageDocument], expected: Sequence[Tensor], join: JoinImages
@@ -204,28 +200,29 @@ def _prove_packed(
     decoder = model.decoders[0]
     packed, name = PackedDocuments.of(decoder, documents), typename(decoder.pretrained)
 
-    def run(members: Sequence[ImageDocument]) -> Tensor | None:
-        return model.packed(packed, join([document.images for document in members if document.images]))
+    def run(members: Sequence[ImageDocument]) -> list[Tensor] | None:
+        """Return the hidden states [S, D] of each document."""
+        hidden_BSD = model.packed(packed, join([document.images for document in members if document.images]))
+        return None if hidden_BSD is None else [hidden_BSD[row, columns] for row, columns in packed.places]
 
-    hidden_BSD, changed = run(documents), dict[int, Tensor]()
+    hidden, changed = run(documents), dict[int, list[Tensor]]()
     # `run` is a collective, so it comes before the checks, which can raise an error on some processes only
     for number, document in enumerate(documents):
         if images := document.images.items():
             inverted = {name: -value.flip(-1) if value.is_floating_point() else value for name, value in images}
             others = [*documents[:number], replace(document, images=inverted), *documents[number + 1 :]]
-            if (changed_BSD := run(others)) is not None:
-                changed[number] = changed_BSD
-    if hidden_BSD is None:
+            if (after := run(others)) is not None:
+                changed[number] = after
+    if hidden is None:
         return
-    hidden, precision = packed.parts(hidden_BSD), model.precision or expected[0].dtype
+    precision = model.precision or expected[0].dtype
     for number, (hidden_SD, expected_SD) in enumerate(zip(hidden, expected, strict=True), start=1):
         which = f"{name}: packed with others, document {number} of {len(documents)} has hidden states that differ by "
         rest = "{error:.2%} from those of the plain model on that document alone"
         _compare(hidden_SD, expected_SD, precision, which + rest)
     # other images in a document must change the hidden states of this document only
     message = f"{name}: the hidden states of a document change by {{error:.2%}} with the images of another document"
-    for number, changed_BSD in changed.items():
-        after = packed.parts(changed_BSD)
+    for number, after in changed.items():
         change = float(relative_errors(after[number], hidden[number]).max())
         if not change > _CHANGED:
             raise PackingError(f"{name} ignores images: with other images, its hidden states change by {change:.2%}")
