@@ -9,7 +9,6 @@ from stillhouse.cli.arguments import configured, is_override, load_arguments, mi
 from stillhouse.display import print_escaped
 
 if TYPE_CHECKING:
-    from stillhouse.signals import SignalCache
     from stillhouse.signals.signal_spec import SignalKind
 
 FOLDER = click.Path(path_type=Path)
@@ -102,20 +101,19 @@ def write(
 @click.argument("folder", type=FOLDER)
 def cache_info(folder: Path) -> None:
     """Show the content of a cache."""
-    print_escaped(_opened(folder).manifest.summary(folder))
+    quiet_libraries()
+    from stillhouse.signals import SignalCache
+
+    print_escaped(SignalCache(folder).manifest.summary(folder))
 
 
 @cache.command("verify")
 @click.argument("folder", type=FOLDER)
 def verify_cache(folder: Path) -> None:
     """Compare every shard with its hash, and check all rows."""
-    opened = _opened(folder)
-    opened.verify()
-    print_escaped(opened.manifest.summary(folder))
-
-
-def _opened(folder: Path) -> "SignalCache":
     quiet_libraries()
     from stillhouse.signals import SignalCache
 
-    return SignalCache(folder)
+    opened = SignalCache(folder)
+    opened.verify()
+    print_escaped(opened.manifest.summary(folder))

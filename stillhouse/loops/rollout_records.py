@@ -159,7 +159,8 @@ class RolloutMetrics:
                 source_sums = torch.bincount(source_R, weights=value_R, minlength=len(sums)).tolist()
                 for source, value in zip(sums, source_sums, strict=True):
                     source[name] = source.get(name, 0.0) + value
-        teachers, means = {} if self._one_teacher_per_document else self._spec.teachers, list[dict[str, float]]()
+        teachers = {} if self._one_teacher_per_document else self._spec.teachers
+        means: list[dict[str, float]] = []
         for total in map(add_up, zip(*self._ranks.gather(sums), strict=True)):
             averages, tokens = dict[str, float](), dict[str, float]()
             for name, total_value in total.items():
