@@ -216,10 +216,13 @@ def _prove_packed(
     if hidden is None:
         return
     precision = model.precision or expected[0].dtype
+    # in half precision, only the median counts, because rounding can change experts
+    tolerance, is_half = PLACE_TOLERANCE[precision], precision.itemsize < torch.float32.itemsize
     for number, (hidden_SD, expected_SD) in enumerate(zip(hidden, expected, strict=True), start=1):
         which = f"{name}: packed with others, document {number} of {len(documents)} has hidden states that differ by "
         rest = "{error:.2%} from those of the plain model on that document alone"
-        _compare(hidden_SD, expected_SD, precision, which + rest)
+        errors_S = relative_errors(hidden_SD, expected_SD)
+        compare(errors_S, tolerance, which + rest, PackingError, median=is_half)
     # other images in a document must change the hidden states of this document only
     message = f"{name}: the hidden states of a document change by {{error:.2%}} with the images of another document"
     for number, after in changed.items():
@@ -228,7 +231,8 @@ def _prove_packed(
             raise PackingError(f"{name} ignores images: with other images, its hidden states change by {change:.2%}")
         for other, (before_SD, after_SD) in enumerate(zip(hidden, after, strict=True)):
             if other != number:
-                _compare(after_SD, before_SD, precision, message)
+                errors_S = relative_errors(after_SD, before_SD)
+                compare(errors_S, tolerance, message, PackingError, median=is_half)
 
 
 def document_positions(decoder: Any, tensors: Mapping[str, Tensor]) -> Tensor | None:
@@ -244,12 +248,6 @@ def run_alone(decoder: Any, document: ImageDocument) -> Tensor:
     with reading(f"{typename(decoder.pretrained)} cannot run a document with images", passes=ProofError):
         hidden_1SD: Tensor = decoder(document.ids_S[None].to(device), **types, images=images, head=False)
     return hidden_1SD
-
-
-def _compare(hidden_SD: Tensor, expected_SD: Tensor, precision: torch.dtype, message: str) -> None:
-    """Raise PackingError for large errors. In half precision, only the median counts: rounding can change experts."""
-    errors_S, is_half = relative_errors(hidden_SD, expected_SD), precision.itemsize < torch.float32.itemsize
-    compare(errors_S, PLACE_TOLERANCE[precision], message, PackingError, median=is_half)
 
 
 @contextmanager
