@@ -35,8 +35,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 #: `srun` signal every process of a job step, and torchrun also forwards its own signal to its processes
 REPEATED_SECONDS = 1.0
 
-#: Ctrl-C in a terminal ends the process that reads a run's output, and also signals the run. If writing the output
-#: fails, the run waits this many seconds for the signal
+#: if writing the output fails, the run waits this many seconds for a signal that has also ended the output's reader
 SECONDS_OF_LOST_READER = 2.0
 #: after a signal, the user's functions may run for this many seconds in total; then the running function is
 #: interrupted. If it has not returned after as many more seconds, the process ends without a checkpoint

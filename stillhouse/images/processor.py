@@ -2,8 +2,7 @@
 
 When the data is loaded, the processor replaces each image's placeholder in the text by the tokens of the image's
 features. The pixel tensors are made again when a micro-batch is built, by one call for each document, so that they do
-not depend on the other documents. At the first use, small pictures prove that the concatenated tensors of one call
-for each document equal the tensors of a single call for all documents.
+not depend on the other documents (`ImageProcessor.layout` proves this).
 
 S tokens of a document, or of the longest prompt among B prompts.
 """
