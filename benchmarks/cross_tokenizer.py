@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from benchmarks.demo_teacher import END
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import CROSS_ENTROPY, run_config, student_settings, values_of
 from stillhouse.config import RunConfig
@@ -34,7 +35,6 @@ from stillhouse.data.render.alignment import Aligner
 from stillhouse.run.run import distill
 from stillhouse.tools.demo.corpus import NamedText, collect_split, write_jsonl
 from stillhouse.tools.demo.student import TEACHER, save_new_student, token_stream
-from stillhouse.tools.demo.train_teacher import END
 
 MAX_TOKENS, TOP_K = 256, 256
 #: of the other tokenizer: its number of tokens, and Llama 3's pattern of words

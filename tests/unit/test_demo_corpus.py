@@ -9,15 +9,15 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.demo_teacher import collect_teacher_sources
 from stillhouse.tools.demo import corpus, student
-from stillhouse.tools.demo.corpus import NamedText
 
 TEACHER = student.TEACHER
 SPLITS = ("teacher", "student", "held_out")
 
 
 @pytest.fixture(scope="module")
-def documents() -> list[NamedText]:
+def documents() -> list[corpus.NamedText]:
     return corpus.collect_documents()
 
 
@@ -31,7 +31,7 @@ def teacher():
     return AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32).eval()
 
 
-def of_split(documents: list[NamedText], split: str) -> list[NamedText]:
+def of_split(documents: list[corpus.NamedText], split: str) -> list[corpus.NamedText]:
     return [document for document in documents if corpus.split_of(document.name) == split]
 
 
@@ -64,7 +64,7 @@ def test_documents_have_names_of_their_own_and_share_no_paragraph(documents):
 
 
 def test_only_the_teachers_own_modules_are_read_as_source_code():
-    sources = corpus.collect_teacher_sources()
+    sources = collect_teacher_sources()
     assert len(sources) > 200
     assert {corpus.split_of(source.name.removeprefix("source:")) for source in sources} == {"teacher"}
 
@@ -106,11 +106,11 @@ def test_topics_are_read_with_and_without_an_annotation(tmp_path):
     """And a library without topics, and with a broken module."""
     write(tmp_path, "broken.py", "def (:")
     write(tmp_path, "good.py", '"""Some words."""')
-    assert corpus.collect_documents(tmp_path) == [NamedText("good", "Some words.")]
+    assert corpus.collect_documents(tmp_path) == [corpus.NamedText("good", "Some words.")]
     (tmp_path / "good.py").unlink()
     for assignment in ("topics = ", "topics: dict[str, str] = "):
         write(tmp_path, "pydoc_data/topics.py", assignment + "{'if': 'The if statement.'}")
-        assert corpus.collect_documents(tmp_path) == [NamedText("topic:if", "The if statement.")]
+        assert corpus.collect_documents(tmp_path) == [corpus.NamedText("topic:if", "The if statement.")]
 
 
 def test_the_shipped_weights_are_small_and_bfloat16(teacher):
@@ -120,7 +120,7 @@ def test_the_shipped_weights_are_small_and_bfloat16(teacher):
 
 
 @torch.no_grad()
-def nats_per_token(model, tokenizer, documents: list[NamedText], row: int = 512) -> float:
+def nats_per_token(model, tokenizer, documents: list[corpus.NamedText], row: int = 512) -> float:
     """Return the mean cross-entropy over the documents' tokens. No row contains tokens of two documents."""
     total, tokens = 0.0, 0
     for document in documents:

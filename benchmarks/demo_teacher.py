@@ -1,4 +1,4 @@
-"""Trains the teacher that the demo ships, from scratch: `python -m stillhouse.tools.demo.train_teacher --out DIR`.
+"""Trains the teacher that the demo ships, from scratch: `python -m benchmarks.demo_teacher --out DIR`.
 
 This is an ordinary run without a teacher. Its best checkpoint is exported to DIR/teacher. An epoch contains the
 teacher split's prose twice, and the source code of the same modules once. A fiftieth of the split is not trained on;
@@ -7,6 +7,7 @@ student split is not read at all. The same command continues an interrupted run.
 """
 
 import argparse
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from stillhouse.config import load_config
 from stillhouse.run.run import distill
-from stillhouse.tools.demo.corpus import NamedText, collect_split, collect_teacher_sources, name_hash, write_jsonl
+from stillhouse.tools.demo.corpus import NamedText, collect_split, module_sources, name_hash, split_of, write_jsonl
 from stillhouse.tools.export_run import ExportSettings, export_run
 
 END = "<|endoftext|>"
@@ -29,6 +30,13 @@ PROSE_REPEATS = 2  # repetitions of the prose per epoch; the source code occurs 
 def chooses(document: NamedText) -> bool:
     """Return whether a document is only used to choose the checkpoint; equal for a module's source and its prose."""
     return name_hash("choosing:" + document.name.removeprefix("source:")) < CHOOSING_SHARE
+
+
+def collect_teacher_sources() -> list[NamedText]:
+    """Return the source code of the modules in the teacher split, which is additional text to train the teacher."""
+    sources = module_sources(Path(sysconfig.get_paths()["stdlib"]))
+    sources = ((name, source) for name, source in sources if split_of(name) == "teacher")
+    return [NamedText(f"source:{name}", source) for name, source in sources if source.strip()]
 
 
 def write_inputs(out: Path, seed: int) -> None:
