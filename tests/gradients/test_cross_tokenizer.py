@@ -259,17 +259,15 @@ def test_a_chat_of_the_students_template(folder: Path, tmp_path: Path) -> None:
 def test_what_a_run_is_of(folder: Path, tmp_path: Path) -> None:
     """The hash of the teacher is part of the run's, and so is that of its tokenizer."""
     hashes = set()
-    for seed, name in ((2, "large"), (3, "large")):
-        write_model(tmp_path / f"{seed}", name, family="qwen3", seed=seed)
-        session = session_of(folder, **GOLD, **{"teacher.model": str(tmp_path / f"{seed}")})
+    for name, seed in (("2", 2), ("3", 3), ("changed", 3)):
+        write_model(tmp_path / name, "large", family="qwen3", seed=seed)
+        if name == "changed":
+            changed = json.loads((tmp_path / name / "tokenizer.json").read_text())
+            changed["model"]["merges"].pop()
+            (tmp_path / name / "tokenizer.json").write_text(json.dumps(changed))
+        session = session_of(folder, **GOLD, **{"teacher.model": str(tmp_path / name)})
         hashes.add(session.identity.models["teacher"])
         session.close()
-    changed = json.loads((tmp_path / "3" / "tokenizer.json").read_text())
-    changed["model"]["merges"].pop()
-    (tmp_path / "3" / "tokenizer.json").write_text(json.dumps(changed))
-    session = session_of(folder, **GOLD, **{"teacher.model": str(tmp_path / "3")})
-    hashes.add(session.identity.models["teacher"])
-    session.close()
     assert len(hashes) == 3
     assert session.loss.spec.needs_teacher
     with pytest.raises(DataError, match="token"):
