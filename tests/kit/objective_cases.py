@@ -57,15 +57,8 @@ F_DIVERGENCES = [
     "alpha_beta(0.4, 0.6)",
     "0.9*forward_kl + 0.1*jsd(0.5)",
 ]
-ALPHA_BETAS = [
-    "alpha_beta(0.2, 0.5)",
-    "alpha_beta(2, 1)",
-    "alpha_beta(0.7, 0)",
-    "alpha_beta(0, 0.7)",
-    "alpha_beta(0.5, -0.5)",
-    "alpha_beta(-0.5, 0.5)",
-    "alpha_beta(0, 0)",
-]
+EXPONENTS = ("0.2, 0.5", "2, 1", "0.7, 0", "0, 0.7", "0.5, -0.5", "-0.5, 0.5", "0, 0")
+ALPHA_BETAS = [f"alpha_beta({exponents})" for exponents in EXPONENTS]
 ALL_DIVERGENCES = F_DIVERGENCES + ALPHA_BETAS
 #: divergences whose (p/q)^α does not overflow on peaked rows; see the docstring of alpha_beta
 DIVERGENCES_OF_PEAKED_ROWS = F_DIVERGENCES + [expression for expression in ALPHA_BETAS if "-0.5" not in expression]
