@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,11 @@ from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 LOSS = "0.4*cross_entropy(label_smoothing=0.1) + 0.2*forward_kl + 0.3*jsd(0.5) + 0.01*entropy"
 
 
-def batch(spec: ObjectiveSpec, rows: int, teacher_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+#: student, teacher, labels and weights
+Batch = tuple[FullVocab, FullVocab, Tensor, Tensor]
+
+
+def make_batch(rows: int, teacher_rows: int) -> Batch:
     """70 tokens of float64, so that they are cut; some have no label, some no weight, and some logits are peaked."""
     random = torch.Generator().manual_seed(rows)
     hidden_TD, hidden_TE = (torch.randn(70, width, generator=random, dtype=torch.float64) * 2 for width in (8, 12))
@@ -32,18 +36,17 @@ def batch(spec: ObjectiveSpec, rows: int, teacher_rows: int) -> tuple[Tensor, Te
     labels_T[5::10] = -100
     weights_T = torch.rand(70, generator=random, dtype=torch.float64) + 0.5
     weights_T[3::7] = 0
-    return hidden_TD, weight_VD, hidden_TE, weight_VE, labels_T, weights_T
+    student, teacher = FullVocab(hidden_TD, OutputHead(weight_VD)), FullVocab(hidden_TE, OutputHead(weight_VE))
+    return student, teacher, labels_T, weights_T
 
 
-def expected(
-    spec: ObjectiveSpec, made: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-) -> list[list[tuple[float, Tensor]]]:
+def expected(spec: ObjectiveSpec, batch: Batch) -> list[list[tuple[float, Tensor]]]:
     """For each term, by row: its value and its gradient, from all logits and plain operations."""
-    hidden_TD, weight_VD, hidden_TE, weight_VE, labels_T, weights_T = made
-    rows = min(len(weight_VD), len(weight_VE))
+    student, teacher, labels_T, weights_T = batch
+    rows = min(len(model.head.weight_VD) for model in (student, teacher))
     results = []
-    for term in spec.terms(labels_T, {TEACHER: FullVocab(hidden_TE, OutputHead(weight_VE[:rows]))}):
-        logits_TV = (hidden_TD @ weight_VD[:rows].T).requires_grad_()
+    for term in spec.terms(labels_T, {TEACHER: replace(teacher, head=OutputHead(teacher.head.weight_VD[:rows]))}):
+        logits_TV = (student.hidden_TE @ student.head.weight_VD[:rows].T).requires_grad_()
         identity = OutputHead(torch.eye(rows, dtype=torch.float64))
         output = dense_objective(logits_TV, identity, [term], weights_T=weights_T)
         (gradient_TV,) = torch.autograd.grad(output.loss, logits_TV)
@@ -51,8 +54,8 @@ def expected(
     return results
 
 
-def check(results: list[dict[str, Any]], spec: ObjectiveSpec, made: Any) -> None:
-    weights_T, plain = made[-1], expected(spec, made)
+def check(results: list[dict[str, Any]], spec: ObjectiveSpec, batch: Batch) -> None:
+    weights_T, plain = batch[-1], expected(spec, batch)
     assert len(results) == len(weights_T)
     for row, of_row in enumerate(results):
         assert bool(of_row) == bool(weights_T[row])
@@ -74,31 +77,26 @@ def check(results: list[dict[str, Any]], spec: ObjectiveSpec, made: Any) -> None
 def test_values_and_gradients_are_those_of_autograd(
     rows: int, teacher_rows: int, temperature: float, squared: bool
 ) -> None:
-    spec = parse_objective(LOSS, temperature, squared)
-    made = batch(spec, rows, teacher_rows)
-    hidden_TD, weight_VD, hidden_TE, weight_VE, labels_T, weights_T = made
-    student, teacher = FullVocab(hidden_TD, OutputHead(weight_VD)), FullVocab(hidden_TE, OutputHead(weight_VE))
-    results = gradients_by_term(spec, student, teacher, labels_T, weights_T)
+    spec, batch = parse_objective(LOSS, temperature, squared), make_batch(rows, teacher_rows)
+    results = gradients_by_term(spec, *batch)
     assert list(results[0]) == ["cross_entropy", str(spec.divergence), "entropy"]
-    check(results, spec, made)
+    check(results, spec, batch)
 
 
 @pytest.mark.parametrize(("rows", "teacher_rows", "ranks"), [(251, 251, 2), (251, 243, 4), (5, 4, 4)])
 def test_over_vocabulary_shards_they_are_those_of_one_process(rows: int, teacher_rows: int, ranks: int) -> None:
     """Some ranks have fewer rows than the requested number of tokens, or none below the teacher's rows."""
-    spec = parse_objective(LOSS)
     for results in on_ranks(gradients_over_shards, ranks, rows, teacher_rows, ranks):
-        check(results, spec, batch(spec, rows, teacher_rows))
+        check(results, parse_objective(LOSS), make_batch(rows, teacher_rows))
 
 
 def gradients_over_shards(rank: Rank, rows: int, teacher_rows: int, ranks: int) -> list[dict[str, Any]]:
-    spec = parse_objective(LOSS)
-    hidden_TD, weight_VD, hidden_TE, weight_VE, labels_T, weights_T = batch(spec, rows, teacher_rows)
+    student, *others = make_batch(rows, teacher_rows)
     size = -(-rows // ranks)
     start, stop = (min(rows, place * size) for place in (rank.number, rank.number + 1))
     shard = VocabShard(start, stop, rank.groups[ranks])
-    student = FullVocab(hidden_TD, OutputHead(weight_VD[start:stop], shard=shard))
-    return gradients_by_term(spec, student, FullVocab(hidden_TE, OutputHead(weight_VE)), labels_T, weights_T)
+    local = replace(student, head=OutputHead(student.head.weight_VD[start:stop], shard=shard))
+    return gradients_by_term(parse_objective(LOSS), local, *others)
 
 
 def test_the_file_has_the_terms_of_targets(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.config_cases import assert_refused, refused_calls
 from kit.layout_runs import distill
 from kit.runs import contents, forward_backward, metrics, run, save_model, session_of, write_run
 from kit.teacher_gradients import named_gradients
@@ -179,20 +180,10 @@ def test_pairs_on_different_stages_are_refused(tmp_path: Path) -> None:
         require_pairs(decoder, stages)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"objective.hidden": [{"student": 9, "teacher": 0}]}, "objective.hidden: layer 9 of the student, which has"),
-        ({"objective.hidden": [{"student": 0, "teacher": -9}]}, "objective.hidden: layer -9 of the teacher"),
-        (
-            {"objective.hidden": [{"student": 1, "teacher": 0}, {"student": -1, "teacher": -3, "scale": 0.5}]},
-            "objective.hidden: layers 1 of the student and 0 of the teacher have the loss mse more than once",
-        ),
-    ],
-)
-def test_what_is_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        session_of(folder, **settings)
+@pytest.mark.parametrize(("pairs", "message"), refused_calls("hidden states"))
+def test_what_is_refused(folder: Path, pairs: str, message: str) -> None:
+    call = f"session_of(folder, **{{'objective.hidden': {pairs}}})"
+    assert_refused(call, message, globals() | {"folder": folder}, ConfigError)
 
 
 def test_another_objective_compares_no_hidden_states(folder: Path) -> None:

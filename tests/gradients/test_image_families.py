@@ -5,10 +5,8 @@ The plain model gets one document at a time, as its processor returns it, and co
 B rows, S tokens per row, D width, V vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -17,8 +15,6 @@ from kit import first_is_quick, slow
 from kit.families import build
 from kit.image_documents import Document, Packed, documents_of, images_of, joined_images, labels_of, model_of, packed
 from kit.image_models import FAMILIES
-from kit.parity_cases import ONE, mesh_of
-from kit.shard_ranks import Rank, on_ranks
 from torch import Tensor
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 
@@ -26,12 +22,8 @@ from stillhouse.config import TrainConfig
 from stillhouse.engine.optimizer import make_optimizer
 from stillhouse.images.proof import prove_images
 from stillhouse.models import Decoder, ProofError, document_packing
-from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.models.processors import cross_entropy
 from stillhouse.models.vision_language import LANGUAGE, PROJECTOR, VISION, train_parts
-from stillhouse.parallel import Degrees, Layout, ModelSource
-from stillhouse.parallel.gradients import reduce_partial_grads
-from stillhouse.proofs.layouts import build_proven_runner
 from stillhouse.tools.parity import relative_difference
 
 EACH_FAMILY = pytest.mark.parametrize("family", first_is_quick(FAMILIES))
@@ -112,9 +104,6 @@ def test_image_blocks_of_gemma_4_are_not_packed(tmp_path: Path) -> None:
     assert decoder.packing.name == "rows"
 
 
-# trained parts
-
-
 SOME_PARTS = [slow("qwen3_vl", [PROJECTOR, VISION]), slow("gemma3", [LANGUAGE, PROJECTOR])]
 
 
@@ -145,8 +134,6 @@ def test_a_part_that_a_model_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match=r"LlamaForCausalLM .* has no part called vision: expected .* language"):
         train_parts(text, [LANGUAGE, VISION])
 
-
-# mutations: each of them is an error that the proof at load must find
 
 OTHER_STATES = r"differ by .* from those of the plain model on that document alone: expected"
 
@@ -196,64 +183,3 @@ def test_the_proof_needs_documents_with_and_without_images(tmp_path: Path) -> No
     decoder, documents = Decoder(model_of("internvl"), verify=False), documents_of("internvl", tmp_path)
     with pytest.raises(ValueError, match=r"got 2 documents with images of 2: expected some with and some without"):
         prove_images(decoder, documents[:2], joined_images)
-
-
-# under a layout of two processes
-
-
-def gradients_of_two(rank: Rank, case: tuple[str, Degrees, Sequence[str]]) -> dict[str, float]:
-    """A job: return each gradient's relative difference between two processes and one, which accumulates.
-
-    Only the first of two micro-batches, which is that of the first data rank, has images.
-    """
-    family, degrees, parts = case
-    with TemporaryDirectory() as folder:
-        documents = documents_of(family, Path(folder))
-    gradients = []
-    for layout, mesh in ((Layout(), ONE), (Layout(degrees), mesh_of(degrees))):
-        runner = build_proven_runner(layout, mesh, ModelSource(lambda: trained_decoder(family, parts)), None)
-        (decoder,) = runner.decoders
-        prove_images(decoder, documents, joined_images)
-        decoder.train()
-        shards = [[documents[:2]], [documents[2:3]]]
-        for shard in shards[mesh.coordinate("data") :: layout.degrees.data]:
-            batch = packed(decoder, shard)
-            with runner.gradients_summed():
-                decoder(**batch.arguments, processor=cross_entropy(), context=batch.targets).loss.backward()
-        reduce_partial_grads(weight for _, weight in runner.named_parameters())
-        gradients.append({name: weight.grad for name, weight in runner.named_parameters() if weight.grad is not None})
-    reference, sharded = gradients
-    assert reference.keys() == sharded.keys()
-    assert all(
-        any(reference[name].any() for name in trained_names(trained_decoder(family, [part]), part)) for part in parts
-    )
-    return {name: relative_difference(gathered_tensor(sharded[name]), reference[name], 1e-3) for name in reference}
-
-
-def trained_decoder(family: str, parts: Sequence[str]) -> Decoder:
-    decoder = Decoder(model_of(family), verify=False)
-    train_parts(decoder, parts)
-    return decoder
-
-
-ALL = [LANGUAGE, PROJECTOR, VISION]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "degrees", "parts"),
-    [
-        *(("qwen3_vl", Degrees(fsdp=2), parts) for parts in ([LANGUAGE], ALL, [PROJECTOR])),
-        ("gemma3", Degrees(fsdp=2), ALL),
-        ("qwen3_vl", Degrees(replicate=2), ALL),
-        ("internvl", Degrees(tensor=2), ALL),
-        ("gemma3", Degrees(tensor=2), ALL),
-    ],
-    ids=str,
-)
-def test_a_rank_without_images_does_not_let_others_wait(family: str, degrees: Degrees, parts: Sequence[str]) -> None:
-    has_vision = VISION in parts or (PROJECTOR in parts and "qwen" in family)
-    for differences in on_ranks(gradients_of_two, 2, (family, degrees, parts)):
-        assert any("vis" in name for name in differences) == has_vision
-        # a bias of the keys shifts all scores of a query alike, so its gradient is rounding alone
-        assert not [name for name, error in differences.items() if not error < 1e-5 and "k_proj.bias" not in name]

@@ -233,9 +233,6 @@ def test_a_teacher_of_another_processor_reads_completions_of_the_student(folder:
     assert_same_as_float64(actual, {name: reference[name] for name in actual})
 
 
-# caches
-
-
 def cached(folder: Path, name: str, *arguments: Any, **options: Any) -> dict[str, Any]:
     out = folder / f"cache-{name}"
     write_cache(write_run(folder, **SETTINGS), out, *arguments, shard_bytes=5000, **options)

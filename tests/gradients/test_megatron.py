@@ -228,9 +228,17 @@ def test_a_model_that_would_not_call_the_processor_is_refused() -> None:
 
         def forward(self, input_ids: Any, output_processor: Any = None, **_: Any) -> None: ...
 
+    class Dropping(Silent):
+        """The `_postprocess` of Megatron-LM#4942: it has the arguments, and computes logits."""
+
+        def forward(self, input_ids: Any, output_processor: Any = None, output_processor_context: Any = None) -> None:
+            self._postprocess(input_ids, output_processor, output_processor_context)
+
+        def _postprocess(self, input_ids: Any, output_processor: Any, output_processor_context: Any) -> None: ...
+
     patched = Silent()
     patched.forward = lambda *_: None
-    for model in (Silent(), patched, HybridModel.__new__(HybridModel)):
+    for model in (Silent(), Dropping(), patched, HybridModel.__new__(HybridModel)):
         with pytest.raises(
             ValueError, match=rf"{type(model).__name__} of megatron-core 0\.\d+.*does not call an output"
         ):

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from kit import slow
-from torch import nn
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: `make test` does")
 
@@ -34,7 +33,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from stillhouse.megatron.processor import MegatronProcessor
-from stillhouse.models.processors import Targets, cross_entropy, hidden_states
+from stillhouse.models.processors import Targets, cross_entropy
 from stillhouse.tools.parity import worst
 
 PAGE = Path(__file__).parents[2] / "docs" / "upstream" / "hybrid_hook.md"
@@ -138,17 +137,3 @@ def test_a_model_that_does_not_call_the_processor_in_the_proof_is_refused_by_nam
     for message in on_ranks(silent_model, 2, Case("llama", tensor=2)):
         assert message.startswith("MultiTokenGPTModel of megatron-core 0.")
         assert message.endswith("called the output processor 0 times for 2 micro-batches: expected one call for each")
-
-
-def test_a_model_that_accepts_the_processor_and_drops_it_is_refused() -> None:
-    class Dropping(nn.Module):
-        """The `_postprocess` of Megatron-LM#4942: it has the arguments, and computes logits."""
-
-        def forward(self, ids: Any, output_processor: Any = None, output_processor_context: Any = None) -> Any:
-            return self._postprocess(ids, output_processor, output_processor_context)
-
-        def _postprocess(self, ids: Any, output_processor: Any, output_processor_context: Any) -> Any:
-            return ids
-
-    with pytest.raises(ValueError, match=r"^Dropping of megatron-core .* does not call an output processor"):
-        MegatronProcessor(Dropping(), hidden_states)

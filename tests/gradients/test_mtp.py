@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.divergence_formulas import TEXTBOOK, kl
 from kit.families import build
 from kit.mtp_cases import EACH_FAMILY, LENGTHS, documents, labels_of, make, packed, positions
 from kit.teacher_gradients import named_gradients
@@ -66,12 +67,9 @@ def plain_loss(kind: str, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tenso
         inside = log_q.gather(1, ids)
         outside = log_q.scatter(1, ids, float("-inf")).logsumexp(1, keepdim=True)
         log_q, log_p = torch.cat([inside, outside], 1), torch.cat([log_p, tail[:, None]], 1)
-    kl = (log_p.exp() * (log_p - log_q)).sum()
     if kind == "jsd":
-        log_m = torch.log(0.3 * log_p.exp() + 0.7 * log_q.exp())
-        soft = 0.3 * (log_p.exp() * (log_p - log_m)).sum() + 0.7 * (log_q.exp() * (log_q - log_m)).sum()
-        return 0.4 * hard + 0.6 * soft
-    return hard if kind == "cross_entropy" else kl
+        return 0.4 * hard + 0.6 * TEXTBOOK["jsd(0.3)"](log_p.exp(), log_q.exp())
+    return hard if kind == "cross_entropy" else kl(log_p.exp(), log_q.exp())
 
 
 SCALES = (1.0, 0.5, 0.2)  # weights of the depths; they differ, so that exchanged depths change the gradients

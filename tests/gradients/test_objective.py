@@ -149,11 +149,10 @@ def test_chunk_size_and_valid_index_change_nothing(chunk_tokens: int) -> None:
         )
         assert_same(actual, expected, within=1e-11)
         torch.testing.assert_close(sums(actual.output), sums(expected.output), rtol=1e-11, atol=1e-11)
-
-
-def test_valid_index_alone_says_which_rows_count() -> None:
-    result = assert_accurate(make_leaves(), every_term(), valid_index=torch.tensor([3, 4, 30]))
-    assert result.output.metrics["tokens"] == 3
+        assert actual.output.metrics["chunk_tokens"] == min(chunk_tokens, int((weights_T != 0).sum()))
+    assert expected.output.metrics["chunk_tokens"] == (weights_T != 0).sum()
+    alone = assert_accurate(make_leaves(), every_term(), valid_index=torch.tensor([3, 4, 30]))
+    assert alone.output.metrics["tokens"] == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64, torch.bfloat16])
@@ -184,28 +183,23 @@ def test_nothing_of_the_size_of_all_logits_is_made(signal: str) -> None:
     ids=str,
 )
 def test_matrix_products_are_those_that_are_needed(needs: tuple[str, ...], products: int) -> None:
-    """Each chunk needs the products of the logits, the hidden states' gradient and, unless frozen, the head's."""
-    leaves = make_leaves(dtype=torch.float32)
+    """Each chunk needs the products of the logits, the hidden states' gradient and, unless frozen, the head's.
+
+    Terms with one teacher share its tile: all of them need one more product.
+    """
+    leaves, full = make_leaves(dtype=torch.float32), make_full(dtype=torch.float32)
+    of_teacher = [Distill(full, forward_kl()), Distill(full, jsd(0.3)), Entropy(0.1)]
     tensors = {name: leaf.requires_grad_(name in needs) for name, leaf in vars(leaves).items()}
     head = OutputHead(tensors["weight"], tensors["bias"])
-    with Largest() as recorder:
-        output = linear_objective(tensors["hidden"], head, [CrossEntropy(make_labels())], chunk_tokens=20)
-        if needs:
-            output.loss.backward()
-    assert recorder.products == 2 * products
-    assert output.loss.requires_grad == bool(needs)
-    assert {name for name, leaf in tensors.items() if leaf.grad is not None} == set(needs)
-
-
-def test_a_sum_of_terms_costs_the_products_of_one() -> None:
-    """Cross-entropy with z-loss, two divergences and the entropy share one tile."""
-    full = make_full()
-    one: list[Term] = [Distill(full, forward_kl())]
-    several = [CrossEntropy(make_labels(), z_loss=0.1), *one, Distill(full, jsd(0.3)), Entropy(0.1)]
-    for terms in (one, several):
+    for others in ([], of_teacher[:1], of_teacher):
         with Largest() as recorder:
-            run(linear_objective, make_leaves(), terms, chunk_tokens=20)
-        assert recorder.products == 2 * 4
+            terms = [CrossEntropy(make_labels(), z_loss=0.1), *others]
+            output = linear_objective(tensors["hidden"], head, terms, chunk_tokens=20)
+            if needs:
+                output.loss.backward()
+        assert recorder.products == 2 * (products + bool(others))
+        assert output.loss.requires_grad == bool(needs)
+        assert {name for name, leaf in tensors.items() if leaf.grad is not None} == set(needs)
 
 
 def test_labels_of_rows_without_weight_may_be_anything() -> None:
@@ -265,9 +259,3 @@ def test_rows_of_a_tile_follow_the_budget_between_two_bounds(device: str) -> Non
     source.vocabulary = 10
     assert chunks.tile_rows(source, most + 2) == most // 2 + unit
     assert chunks.tile_rows(source, 0) == most
-
-
-def test_the_choice_of_rows_is_in_the_metrics() -> None:
-    for chunk_tokens, chosen in ((None, T), (10, 10), (1000, T)):
-        output = run(linear_objective, make_leaves(), [Entropy(1.0)], chunk_tokens=chunk_tokens).output
-        assert output.metrics["chunk_tokens"] == chosen

@@ -12,7 +12,6 @@ from kit.objective_cases import (
     HEADS,
     D,
     Leaves,
-    Result,
     T,
     V,
     all_terms,
@@ -29,7 +28,7 @@ from kit.objective_cases import (
     sums,
     trainable,
 )
-from kit.tensors import assert_near
+from kit.tensors import assert_equal_tensors, assert_near
 from torch import Tensor, nn
 
 from stillhouse.objective import (
@@ -37,7 +36,6 @@ from stillhouse.objective import (
     Distill,
     ObjectiveOutput,
     OutputHead,
-    forward_kl,
     jsd,
     linear_log_probs,
     linear_objective,
@@ -52,10 +50,12 @@ def differentiable(leaves: Leaves) -> tuple[Tensor, OutputHead]:
     return leaves.hidden.requires_grad_(), OutputHead(leaves.weight.requires_grad_(), bias)
 
 
-def test_a_second_backward_is_the_same_as_the_first() -> None:
+def test_a_second_backward_is_the_same_as_the_first_and_has_no_gradient_itself() -> None:
     hidden, head = differentiable(make_leaves())
     loss = linear_objective(hidden, head, every_term()).loss
     inputs = (hidden, head.weight_VD)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, inputs, create_graph=True)
     first = torch.autograd.grad(loss, inputs, retain_graph=True)
     again = torch.autograd.grad(loss, inputs, torch.tensor(2.0, dtype=loss.dtype), retain_graph=True)
     last = torch.autograd.grad(loss, inputs)
@@ -64,13 +64,6 @@ def test_a_second_backward_is_the_same_as_the_first() -> None:
         assert torch.equal(one, three)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, inputs)
-
-
-def test_gradients_of_gradients_are_refused() -> None:
-    hidden, head = differentiable(make_leaves())
-    loss = linear_objective(hidden, head, every_term()).loss
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(loss, hidden, create_graph=True)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -102,37 +95,27 @@ def test_two_losses_from_one_hidden_state_and_one_head(together: bool) -> None:
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_without_grad_the_values_are_the_same(context: Callable[[], torch.no_grad]) -> None:
+def test_only_the_loss_is_differentiable_and_without_grad_the_values_are_the_same(context: Any) -> None:
     expected = run(linear_objective, make_leaves(), every_term()).output
+    assert expected.loss.requires_grad
+    assert expected.loss.shape == ()
+    assert not any(value.requires_grad for value in (*expected.metrics.values(), *expected.per_token.values()))
+    assert all(values.shape == (T,) for values in expected.per_token.values())
     hidden, head = differentiable(make_leaves())
     with context():
         output = linear_objective(hidden, head, every_term())
     assert not output.loss.requires_grad
     assert torch.equal(output.loss, expected.loss)
-    assert output.metrics.keys() == expected.metrics.keys()
-    assert all(torch.equal(output.metrics[name], total) for name, total in expected.metrics.items())
-
-
-def test_only_the_loss_is_differentiable() -> None:
-    output = run(linear_objective, make_leaves(), every_term()).output
-    assert output.loss.requires_grad
-    assert output.loss.shape == ()
-    assert not any(values.requires_grad for values in (*output.metrics.values(), *output.per_token.values()))
-    assert all(values.shape == (T,) for values in output.per_token.values())
-
-
-def test_a_teacher_receives_no_gradient() -> None:
-    full, sparse = make_full(), make_signal("bucket")
-    tensors = [full.hidden_TE, full.head.weight_VD, sparse.log_probs_TK, sparse.tail_log_prob_T]  # type: ignore[attr-defined]
-    for tensor in tensors:
-        tensor.requires_grad_()
-    run(linear_objective, make_leaves(), [Distill(full, forward_kl()), Distill(sparse, jsd(0.3))])
-    assert all(tensor.grad is None for tensor in tensors)
+    assert_equal_tensors(output.metrics, expected.metrics)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_no_input_is_overwritten(dtype: torch.dtype) -> None:
-    leaves, terms, weights_T = make_leaves(dtype=dtype), every_term(dtype=dtype), torch.ones(T)
+def test_no_input_is_overwritten_and_teachers_receive_no_gradient(dtype: torch.dtype) -> None:
+    leaves, weights_T = make_leaves(dtype=dtype), torch.ones(T)
+    terms = [*every_term(dtype=dtype), Distill(make_signal("bucket", dtype=dtype), jsd(0.3))]
+    of_teachers = tensors_of([signal for term in terms for signal in term.signals()])
+    for tensor in of_teachers:
+        tensor.requires_grad_(tensor.is_floating_point())
     hidden, head = differentiable(leaves)
     logits = torch.randn(T, V).to(dtype).requires_grad_()
     valid_index, normalizer = torch.arange(T), torch.tensor(3.0)
@@ -144,6 +127,8 @@ def test_no_input_is_overwritten(dtype: torch.dtype) -> None:
     for tensor, (copy, version) in zip([tensor for tensor in inputs if tensor is not None], before, strict=True):
         assert torch.equal(tensor.detach(), copy)
         assert tensor._version == version
+    assert len(of_teachers) > 5
+    assert all(tensor.grad is None for tensor in of_teachers)
 
 
 def tensors_of(value: object) -> list[Tensor]:
@@ -170,6 +155,7 @@ def test_views_and_strides_do_not_matter() -> None:
 
 EMPTY: dict[str, dict[str, Any]] = {
     "no tokens": {},
+    "no labels": {},
     "no weights": {"weights_T": torch.zeros(T)},
     "empty valid_index": {"valid_index": torch.zeros(0, dtype=torch.int64)},
 }
@@ -178,23 +164,17 @@ EMPTY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", EMPTY)
 def test_an_empty_micro_batch_is_zero_and_still_reaches_every_leaf(case: str) -> None:
     """It has the metrics of another one, because metrics are summed by key over micro-batches and ranks."""
-    tokens = 0 if case == "no tokens" else T
-    result = run(linear_objective, make_leaves(tokens), all_terms(tokens), normalizer=100.0, **EMPTY[case])
-    assert_zero(result)
-    assert not any(sums(result.output).values())
-    other = run(linear_objective, make_leaves(), all_terms()).output
-    assert result.output.metrics.keys() == other.metrics.keys()
-    assert result.output.per_token.keys() == other.per_token.keys()
-
-
-def test_a_micro_batch_without_labels_is_zero() -> None:
-    assert_zero(run(linear_objective, make_leaves(), [CrossEntropy(torch.full((T,), -1), z_loss=0.1)]))
-
-
-def assert_zero(result: Result) -> None:
+    tokens, labels_T = 0 if case == "no tokens" else T, torch.full((T,), -1)
+    terms = [CrossEntropy(labels_T, z_loss=0.1)] if case == "no labels" else all_terms(tokens)
+    others = [CrossEntropy(make_labels(), z_loss=0.1)] if case == "no labels" else all_terms()
+    result = run(linear_objective, make_leaves(tokens), terms, normalizer=100.0, **EMPTY[case])
     assert result.output.loss.item() == 0
     assert result.gradients.keys() == {"hidden", "weight", "bias"}
     assert all((gradient == 0).all() for gradient in result.gradients.values())
+    assert case == "no labels" or not any(sums(result.output).values())
+    other = run(linear_objective, make_leaves(), others).output
+    assert result.output.metrics.keys() == other.metrics.keys()
+    assert result.output.per_token.keys() == other.per_token.keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -240,9 +220,6 @@ def test_loss_scaling_saves_gradients_that_float16_would_lose(small: str) -> Non
 
     assert (layer_gradient(torch.float16, 1.0) == 0).all()
     assert distance(layer_gradient(torch.float16, 2.0**30), layer_gradient(torch.float32, 1.0)) < 2e-3
-
-
-# differentiable log-probabilities and entropies of given tokens
 
 
 def plain_log_probs(

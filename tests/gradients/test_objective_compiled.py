@@ -11,11 +11,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit import first_is_quick, slow
 from kit.objective_cases import (
     ALL_DIVERGENCES,
     HEADS,
@@ -96,7 +98,7 @@ def assert_close(actual: Result, expected: Result) -> None:
 
 
 pytestmark = pytest.mark.filterwarnings("error:.*torch.compile:UserWarning")
-EVERY_PLAN = [plan if plan == "plain" else pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS]
+EVERY_PLAN = first_is_quick(PLANS)
 
 
 @pytest.fixture
@@ -117,9 +119,12 @@ def assert_accurate_compiled(leaves: Leaves, terms: list[Term], **options: Any) 
     assert_accurate(leaves, terms, chunk_tokens=None, tiny=1e-6, **options)
 
 
-@pytest.mark.parametrize("plan", EVERY_PLAN)
-def test_plans_against_float64(plan: str, ran_compiled: list[str]) -> None:
-    assert_accurate_compiled(leaves_of(), PLANS[plan](), normalizer=29.0)
+SLOW_HEADS = [slow("full", "plain"), slow("plain", "scaled"), slow("plain", "capped"), slow("full", "both")]
+
+
+@pytest.mark.parametrize(("plan", "head"), [("plain", "plain"), *SLOW_HEADS])
+def test_plans_against_float64(plan: str, head: str, ran_compiled: list[str]) -> None:
+    assert_accurate_compiled(leaves_of(), PLANS[plan](), head=HEADS[head], normalizer=29.0)
     sweeps = {"raw_sums", "gradient"} if plan == "plain" else {"raw_sums", "log_mean", "normalized_sums", "gradient"}
     assert set(ran_compiled) == sweeps
 
@@ -133,12 +138,6 @@ def test_every_divergence_against_float64(start: int, sharpness: float) -> None:
     terms = [Distill(teacher, parse_divergence(expression)) for expression in ALL_DIVERGENCES[start::4]]
     norms = [float(exact(leaves, [term]).gradients["weight"].norm()) for term in terms]
     assert_accurate_compiled(leaves, [replace(term, scale=1 / norm) for term, norm in zip(terms, norms, strict=True)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("head", "plan"), [("scaled", "plain"), ("capped", "plain"), ("both", "full")])
-def test_heads_against_float64(head: str, plan: str) -> None:
-    assert_accurate_compiled(leaves_of(), PLANS[plan](), head=HEADS[head])
 
 
 @pytest.mark.parametrize("plan", EVERY_PLAN)
@@ -162,22 +161,16 @@ def test_compiled_results_equal_uncompiled_ones(
 
 
 @pytest.mark.parametrize("plan", EVERY_PLAN)
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_few_rows(tokens: int, plan: str, ran_compiled: list[str]) -> None:
+def test_few_rows_and_none(plan: str, ran_compiled: list[str]) -> None:
     """torch treats a size of 1 as a constant, so one row is not compiled."""
-    assert_accurate_compiled(leaves_of(tokens), PLANS[plan](tokens))
-    assert bool(ran_compiled) == (tokens > 1)
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("tokens", [0, T])
-def test_no_row_counts(tokens: int, plan: str) -> None:
-    fast = run(linear_objective, leaves_of(tokens), PLANS[plan](tokens), weights_T=torch.zeros(tokens))
-    assert fast.output.loss == 0
-    assert all((gradient == 0).all() for gradient in fast.gradients.values())
-
-
-# half precision: the places where the pass rounds, and the error of the rounding
+    for tokens in (0, T):
+        fast = run(linear_objective, leaves_of(tokens), PLANS[plan](tokens), weights_T=torch.zeros(tokens))
+        assert fast.output.loss == 0
+        assert all((gradient == 0).all() for gradient in fast.gradients.values())
+    for tokens in (1, 2):
+        ran_compiled.clear()
+        assert_accurate_compiled(leaves_of(tokens), PLANS[plan](tokens))
+        assert bool(ran_compiled) == (tokens > 1)
 
 
 def near_teacher(tokens: int, dtype: torch.dtype) -> tuple[Leaves, FullVocab]:
@@ -234,9 +227,6 @@ def test_normalizer_changes_nothing_but_the_scale(dtype: torch.dtype) -> None:
     for normalizer in (2.0**-20, 2.0**20):  # exact in every dtype
         gradients = run(linear_objective, leaves, terms, normalizer=normalizer).gradients
         assert all(torch.equal(gradients[name] * normalizer, gradient) for name, gradient in plain.items())
-
-
-# the number of compilations
 
 
 @pytest.mark.parametrize("plan", EVERY_PLAN)
@@ -306,9 +296,6 @@ def test_a_caller_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(hidden_TD.grad / 2, expected.gradients["hidden"]) <= 1e-6
 
 
-# where nothing can be compiled
-
-
 def save_gradients(folder: str) -> None:
     """Run two passes. A test runs this function in a separate process."""
     torch.save([run(linear_objective, leaves_of(), plain_terms()).gradients for _ in range(2)], Path(folder, "g.pt"))
@@ -332,9 +319,6 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     first, second = torch.load(tmp_path / "g.pt")
     assert_near(first, run(linear_objective, leaves_of(), plain_terms()).gradients, 1e-6)
     assert_equal_tensors(first, second)
-
-
-# memory and matrix products
 
 
 def flops(**options: Any) -> int:
@@ -365,15 +349,7 @@ def allocations(work: Callable[[], object]) -> list[int]:
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
-def peak(bytes_taken: list[int]) -> int:
-    total = highest = 0
-    for taken in bytes_taken:
-        total += taken
-        highest = max(highest, total)
-    return highest
-
-
-@pytest.mark.parametrize(("plan", "tiles"), [("plain", 3), pytest.param("full", 7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("plan", "tiles"), [("plain", 3), slow("full", 7)])
 def test_a_pass_holds_a_few_tiles(plan: str, tiles: int) -> None:
     """2,048 tokens in chunks of 128 need one tile for each model, but neither all logits nor log-probabilities.
 
@@ -392,4 +368,4 @@ def test_a_pass_holds_a_few_tiles(plan: str, tiles: int) -> None:
     tile_bytes, weight_bytes = rows * V * 4, V * width * 4
     assert max(taken) <= max(tile_bytes, weight_bytes)
     gradients = 2 * (weight_bytes + tokens * width * 4)
-    assert peak(taken) <= gradients + tiles * tile_bytes
+    assert max(accumulate(taken)) <= gradients + tiles * tile_bytes

@@ -114,9 +114,6 @@ def test_all_ids_equal_the_dense_signal_whatever_the_tail(pair: Pair) -> None:
         torch.testing.assert_close(sparse_gradient, gradient, rtol=1e-9, atol=1e-9)
 
 
-# a teacher that is zero outside its ids
-
-
 def nemo(log_q_TV: Tensor, ids_TK: Tensor, log_p_TK: Tensor) -> Tensor:
     """NeMo RL's reverse KL with `zero_outside_topk`: the teacher conditioned on its ids, e^−100 outside of them."""
     log_p_TK, log_q_TK = torch.log_softmax(log_p_TK, 1), log_q_TV.gather(1, ids_TK)

@@ -3,7 +3,7 @@
 `kernels._difference` is the proof that a run on a GPU makes; the tests show that it passes for every plan that has
 kernels, and that it fails for kernels that are slightly wrong.
 
-T tokens, V vocabulary, D width.
+T tokens, V vocabulary.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.objective_cases import assert_accurate, generator, make_full, make_leaves, make_mixture, run
 from torch import Tensor
 
 from stillhouse.objective import (
@@ -22,9 +23,6 @@ from stillhouse.objective import (
     Distill,
     Divergence,
     Entropy,
-    FullVocab,
-    Mixture,
-    OutputHead,
     Term,
     TopK,
     forward_kl,
@@ -94,10 +92,11 @@ def test_kernels_are_as_exact_as_the_plain_functions(plan: PointwisePlan, column
     assert has_kernels(plan, kernels.hard_tiles(plan.tiles, columns, CPU))
 
 
-@pytest.mark.parametrize("plan", WITHOUT_KERNELS.values(), ids=WITHOUT_KERNELS)
-def test_other_plans_have_no_kernels(plan: PointwisePlan) -> None:
-    tiles_CV = [torch.zeros(2, 41)] * plan.tiles
-    assert not has_kernels(plan, tiles_CV)
+def test_other_plans_float64_and_empty_tiles_have_no_kernels() -> None:
+    for name, plan in WITHOUT_KERNELS.items():
+        assert not has_kernels(plan, [torch.zeros(2, 41)] * plan.tiles), name
+    for tile_CV in (torch.zeros(2, 41, dtype=torch.float64), torch.zeros(0, 41), torch.zeros(2, 0)):
+        assert not has_kernels(PLANS["no teacher"], [tile_CV])
 
 
 @pytest.mark.parametrize("tile", [0, 1])
@@ -113,13 +112,6 @@ def test_a_logit_that_is_not_a_number_is_seen(tile: int) -> None:
     for numbers_CX in (known.values[1][:, None], normalized_CX, tiles_CV[0]):
         assert numbers_CX[3].isnan().any()
         assert not numbers_CX[[0, 4, 5, 6]].isnan().any()
-
-
-def test_float64_and_empty_tiles_have_no_kernels() -> None:
-    plan = PLANS["no teacher"]
-    assert not has_kernels(plan, [torch.zeros(2, 41, dtype=torch.float64)])
-    assert not has_kernels(plan, [torch.zeros(0, 41)])
-    assert not has_kernels(plan, [torch.zeros(2, 0)])
 
 
 @pytest.mark.parametrize("factor", [1.001, torch.nan])
@@ -184,67 +176,45 @@ def test_sums_of_pieces_are_merged_exactly() -> None:
         assert torch.allclose(*pair, rtol=1e-9, atol=1e-15, equal_nan=True)
 
 
-T, V, D = 23, PIECE + 37, 16
+T, V = 23, PIECE + 37
+LABELS = torch.arange(T) * 31 % V
 
 
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def teacher(seed: int, dtype: torch.dtype) -> FullVocab:
-    return FullVocab(normal(seed, T, D).to(dtype), OutputHead(normal(seed + 1, V, D).to(dtype)))
-
-
-def sparse_terms(dtype: torch.dtype) -> list[Term]:
+def sparse_terms() -> list[Term]:
     """Terms whose ids repeat: a label is also one of the teacher's ids, and an id occurs twice in a row."""
-    labels_T = torch.arange(T) * 31 % V
-    labels_T[::5] = -100
-    teachers = [
-        FullVocab(normal(seed, T, D).to(dtype), OutputHead(normal(seed + 1, V, D).to(dtype))) for seed in (2, 4)
-    ]
-    ids_TK = normal(6, T, V).topk(8, 1).indices
+    labels_T = LABELS.masked_fill(torch.arange(T) % 5 == 0, -100)
+    ids_TK = torch.randn(T, V, generator=generator(6)).topk(8, 1).indices
     ids_TK[:, 0] = labels_T
     ids_TK[::3, 2] = -1
-    log_p_TK = torch.log_softmax(normal(7, T, 9).to(dtype), 1)[:, :8]
+    log_p_TK = torch.log_softmax(torch.randn(T, 9, generator=generator(7)), 1)[:, :8]
     return [
         CrossEntropy(labels_T, 0.3, 0.1, 1e-2),
         CrossEntropy(labels_T, 0.2),
-        Distill(Mixture(teachers, [2, 1], 1.5), jsd(0.3), 0.7, 1.5),
+        Distill(make_mixture(T, V, temperature=1.5, weights=(2, 1), dtype=torch.float32), jsd(0.3), 0.7, 1.5),
         Distill(TopK(ids_TK, log_p_TK), reverse_kl(), 0.4),
         Entropy(-0.05),
     ]
 
 
-def dense_terms(dtype: torch.dtype) -> list[Term]:
+def dense_terms() -> list[Term]:
     """Terms that have kernels."""
-    labels_T = torch.arange(T) * 31 % V
-    divergence = 0.5 * forward_kl() + jsd(0.3)
-    return [CrossEntropy(labels_T, 0.3, 0.1, 1e-2), Distill(teacher(2, dtype), divergence, 0.7), Entropy(-0.05)]
+    teacher = make_full(T, V, dtype=torch.float32)
+    return [
+        CrossEntropy(LABELS, 0.3, 0.1, 1e-2),
+        Distill(teacher, 0.5 * forward_kl() + jsd(0.3), 0.7),
+        Entropy(-0.05),
+    ]
 
 
-def gradients(dtype: torch.dtype, terms: list[Term]) -> list[Tensor]:
-    hidden_TD, weight_VD = normal(0, T, D).to(dtype).requires_grad_(), normal(1, V, D).to(dtype).requires_grad_()
-    weights_T = torch.ones(T, dtype=dtype)
-    weights_T[4] = 0
-    output = linear_objective(
-        hidden_TD, OutputHead(weight_VD, softcap=20.0), terms, weights_T=weights_T, normalizer=T, chunk_tokens=9
-    )
-    output.loss.backward()  # type: ignore[no-untyped-call]
-    assert hidden_TD.grad is not None
-    assert weight_VD.grad is not None
-    return [output.loss.detach(), hidden_TD.grad, weight_VD.grad]
+LEAVES = make_leaves(T, V, dtype=torch.float32, bias=False)
+OPTIONS: dict[str, Any] = {"head": {"softcap": 20.0}, "normalizer": T, "chunk_tokens": 9}
+OPTIONS["weights_T"] = torch.ones(T).index_fill(0, torch.tensor([4]), 0.0)
 
 
-def test_a_pass_with_kernels_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = gradients(torch.float64, dense_terms(torch.float64))
-    of_kernels = gradients(torch.float32, dense_terms(torch.float32))
+def test_a_pass_with_kernels_is_as_exact_as_plain_autograd() -> None:
+    assert_accurate(LEAVES, dense_terms(), tiny=1e-7, **OPTIONS)
     calls = kernels._refusal.cache_info()
-    monkeypatch.setattr(kernels, "DEVICES", set())
-    plain = gradients(torch.float32, dense_terms(torch.float32))
     assert calls.hits + calls.misses == 3 * 3  # three calls in each of three chunks
-    for exact_one, kernel_one, plain_one in zip(exact, of_kernels, plain, strict=True):
-        errors = [(result - exact_one).norm() / exact_one.norm() for result in (kernel_one, plain_one)]
-        assert errors[0] <= 2 * errors[1] + 1e-7
 
 
 @pytest.mark.parametrize("terms", [sparse_terms, dense_terms])
@@ -257,10 +227,10 @@ def test_a_rounded_gradient_is_the_gradient_rounded_once(terms: Any, monkeypatch
         pull_back(provider, rows, counted_C, grad_CV)
 
     monkeypatch.setattr(HeadLogits, "pull_back", recorded)
-    gradients(torch.float32, terms(torch.float32))
+    run(linear_objective, LEAVES, terms(), **OPTIONS)
     # float16, because Triton's interpreter rounds to bfloat16 by truncation
     monkeypatch.setattr(HeadLogits, "rounded_buffer", lambda _, rows: torch.full((rows, V), torch.nan).half())
-    gradients(torch.float32, terms(torch.float32))
+    run(linear_objective, LEAVES, terms(), **OPTIONS)
     for exact_CV, rounded_CV in zip(received[torch.float32], received[torch.float16], strict=True):
         assert torch.equal(exact_CV.half(), rounded_CV)
 

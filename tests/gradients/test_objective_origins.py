@@ -3,14 +3,25 @@
 T tokens, V vocabulary.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from kit.objective_cases import DTYPES, Leaves, T, converted, distance, make_leaves, make_signal, trainable
+from kit.objective_cases import (
+    DTYPES,
+    Leaves,
+    T,
+    converted,
+    distance,
+    make_leaves,
+    make_signal,
+    rebuilt_terms,
+    trainable,
+)
 from kit.rollout_cases import NORMALIZER, SAMPLING, Batch, fused, make_batch
-from kit.tensors import Largest
+from kit.tensors import Largest, assert_equal_tensors
 from torch import Tensor
 
 from stillhouse.engine.loss import StepLoss
@@ -20,7 +31,6 @@ from stillhouse.objective.metrics import IS_SAMPLED, POLICY_VERSION
 from stillhouse.objective.reference import dense_objective
 from stillhouse.objective.sampled_tokens import origin_masks
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
-from stillhouse.objective.tile import compiled
 
 #: the expressions of each origin, and the signal of the teacher
 CASES: dict[str, tuple[dict[str, str], str]] = {
@@ -78,13 +88,8 @@ def test_rows_have_the_gradient_of_their_origins_objective(case: str, dtype: str
     spec, leaves = spec_of(case), make_leaves(dtype=DTYPES[dtype])
     narrow = "float64" if dtype == "float64" else "float32"
     signal = make_signal(CASES[case][1])
-    try:
-        if rows_are_compiled:
-            compiled.ROW_DEVICES.add("cpu")
-        with torch._dynamo.config.patch(disable=True):
-            output, gradients = fused(spec, leaves, batch_of(DTYPES[narrow]), converted(signal, DTYPES[narrow]), 9)
-    finally:
-        compiled.ROW_DEVICES.discard("cpu")
+    with rebuilt_terms() if rows_are_compiled else nullcontext(), torch._dynamo.config.patch(disable=True):
+        output, gradients = fused(spec, leaves, batch_of(DTYPES[narrow]), converted(signal, DTYPES[narrow]), 9)
     loss, expected = plain(spec, converted(leaves, torch.float64), batch_of(), signal)
     assert distance(output.loss, loss) < WITHIN[dtype]
     for name, gradient in expected.items():
@@ -99,9 +104,8 @@ def test_equal_objectives_are_the_plain_one_to_the_bit() -> None:
     output, gradients = fused(spec, make_leaves(dtype=torch.float32), batch, signal)
     plain_output, expected = fused(parse_objective(text), make_leaves(dtype=torch.float32), batch, signal)
     assert torch.equal(output.loss, plain_output.loss)
-    assert output.metrics.keys() == plain_output.metrics.keys()
-    assert all(torch.equal(output.metrics[name], value) for name, value in plain_output.metrics.items())
-    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+    assert_equal_tensors(output.metrics, plain_output.metrics)
+    assert_equal_tensors(gradients, expected)
 
 
 def test_one_value_for_several_origins_has_the_plain_gradient_to_the_bit() -> None:
@@ -112,7 +116,7 @@ def test_one_value_for_several_origins_has_the_plain_gradient_to_the_bit() -> No
     output, gradients = fused(ObjectiveSpec(by_origin=parts), make_leaves(dtype=torch.float32), batch, signal)
     plain_output, expected = fused(parts["dataset"], make_leaves(dtype=torch.float32), batch, signal)
     assert distance(output.loss, plain_output.loss) < 1e-6
-    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+    assert_equal_tensors(gradients, expected)
 
 
 def test_the_objectives_of_all_origins_share_one_pass() -> None:
@@ -158,4 +162,4 @@ def test_without_rollouts_all_rows_are_of_the_dataset() -> None:
     batch, signal = replace(batch_of(), per_token={}), make_signal("full")
     _, gradients = fused(spec_of("distillm"), make_leaves(), batch, signal)
     _, expected = fused(parse_objective("skew_forward_kl(0.1)"), make_leaves(), batch, signal)
-    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+    assert_equal_tensors(gradients, expected)

@@ -178,9 +178,6 @@ def test_exponents_that_cancel_are_infinite_where_one_side_has_no_mass(side: str
 ALL_BUT_1 = torch.tensor([0, 2, 3, 4])
 
 
-# rows that no term counts
-
-
 DEAD = torch.tensor([0, 3, 11, 36])
 LABELS = torch.randint(0, V, (T,), generator=generator(41))
 OBJECTIVES = pytest.mark.parametrize("objective", [linear_objective, dense_objective], ids=["fused", "reference"])

@@ -9,18 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kit.objective_cases import DTYPES, Leaves, T, V, converted, distance, make_full, make_leaves, trainable
-from kit.rollout_cases import (
-    SAMPLING,
-    SPECS,
-    Batch,
-    at,
-    fused,
-    make_batch,
-    plain_loss,
-    spec_of,
-    teacher,
-    without,
-)
+from kit.rollout_cases import SAMPLING, SPECS, Batch, at, fused, make_batch, plain_loss, spec_of, teacher, without
 from kit.tensors import assert_equal_tensors
 from torch import Tensor
 
@@ -111,9 +100,6 @@ def test_rows_of_one_temperature_are_the_plain_objective_to_the_bit() -> None:
         fused(several, make_leaves(), beyond, signal)
 
 
-# which rows count
-
-
 def test_cross_entropy_counts_where_the_student_has_not_sampled_and_sampled_terms_where_it_has() -> None:
     signal, _ = teacher()
     batch = make_batch()
@@ -173,9 +159,6 @@ def test_a_token_that_has_become_impossible() -> None:
         assert all(gradients[name].isfinite().all() for name in ("hidden", "weight"))
 
 
-# the monitor
-
-
 @pytest.mark.parametrize(
     ("text", "vocabulary"),
     [
@@ -211,9 +194,6 @@ def test_the_monitor_reports_each_rows_ratio() -> None:
     torch.testing.assert_close(output.metrics["log_ratio"], expected_T.sum(), rtol=1e-12, atol=0)
     assert output.metrics["sampled"] == counts_T.sum()
     assert (gradients["hidden"][batch.is_sampled_T] == 0).all()
-
-
-# targets
 
 
 def test_further_depths_have_what_is_left_of_an_objective() -> None:

@@ -31,7 +31,6 @@ from stillhouse.objective import (
     Signal,
     Term,
     TopK,
-    linear_log_probs,
     linear_objective,
     logits_objective,
     reverse_kl,
@@ -183,8 +182,6 @@ def test_discounted_advantages_are_minillms() -> None:
         assert error < 1e-12 if is_exact else error > 0.05
 
 
-# the formulas of the papers
-
 LABELS = make_labels()
 HAS_LABEL = LABELS >= 0
 #: advantages of both signs; every seventh is 0
@@ -297,9 +294,6 @@ def test_an_overflowing_ratio_of_no_advantage_is_worth_nothing() -> None:
         assert all((gradient == 0).all() for gradient in result.gradients.values())
 
 
-# sequence-level ratios
-
-
 def gspo(log_q_T: Tensor, old_T: Tensor, sequence_T: Tensor, advantages_N: Tensor) -> Tensor:
     """Zheng et al. 2025 (arXiv:2507.18071), equations 5 to 7, a loop over sequences; the result is maximised."""
     total = log_q_T.new_zeros(())
@@ -310,42 +304,34 @@ def gspo(log_q_T: Tensor, old_T: Tensor, sequence_T: Tensor, advantages_N: Tenso
     return total / len(advantages_N)
 
 
-def test_the_term_with_the_ratios_of_sequences_is_gspo() -> None:
-    """A sequence counts once if its tokens have the weight 1 / length; the ratios come from the same weights."""
+def test_the_ratios_of_sequences_are_gspos() -> None:
+    """Of the policy-gradient term, and of the loss in docs/objective.md.
+
+    In the term, a sequence counts once if its tokens have the weight 1 / length.
+    """
+    page = (Path(__file__).parents[2] / "docs" / "objective.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "def gspo_loss" in block)
+    names: dict[str, Any] = {}
+    exec(code, names)
     sequence_T, advantages_N = torch.arange(T) // 13, torch.tensor([0.7, -1.1, 0.4], dtype=torch.float64)
     old_T, tokens_N = old_log_probs(1.0) * 0.9, torch.bincount(sequence_T[HAS_LABEL])
-    leaves = trainable(make_leaves())
+    leaves, of_page = trainable(make_leaves()), trainable(make_leaves())
     log_q_T = of_labels(Leaves(**leaves), 1.0)
     loss = -gspo(log_q_T, old_T, sequence_T, advantages_N)
     loss.backward()
+    expected = {name: leaf.grad for name, leaf in leaves.items()}
+    assert all(gradient.any() for gradient in expected.values())
+
     ratios_T = sequence_ratios(log_q_T.detach() - old_T, sequence_T, HAS_LABEL)
     term = PolicyGradient(LABELS, advantages_N[sequence_T], old_T, None, 0.3, 0.4, sequence_ratios_T=ratios_T)
     weights_T = 1 / tokens_N[sequence_T].double()
     actual = run(linear_objective, make_leaves(), [term], weights_T=weights_T, normalizer=3.0, chunk_tokens=10)
     assert 0 < actual.output.metrics["clipped"] < 3
     torch.testing.assert_close(actual.output.loss, loss.detach(), rtol=1e-12, atol=0)
-    assert_near(actual.gradients, {name: leaf.grad for name, leaf in leaves.items()}, 1e-12)
+    assert_near(actual.gradients, expected, 1e-12)
 
-
-def test_the_documentations_sequence_level_ratios_are_gspos() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "objective.md").read_text(encoding="utf-8")
-    (code,) = (block for block in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "def gspo_loss" in block)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    sequence_T, advantages_N = torch.arange(T) // 13, torch.tensor([0.7, -1.1, 0.4], dtype=torch.float64)
-    old_T = old_log_probs(1.0) * 0.9
-    gradients = []
-    for fused in (True, False):
-        fresh = trainable(make_leaves())
-        head = OutputHead(fresh["weight"], fresh["bias"])
-        if fused:
-            loss = names["gspo_loss"](fresh["hidden"], head, LABELS, old_T, sequence_T, advantages_N, 0.3, 0.4)
-        else:
-            loss = -gspo(of_labels(Leaves(**fresh), 1.0), old_T, sequence_T, advantages_N)
-        loss.backward()
-        gradients.append((loss.detach(), {name: leaf.grad for name, leaf in fresh.items()}))
-    (loss, actual), (expected_loss, expected) = gradients
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
-    assert all(gradient.any() for gradient in expected.values())
-    assert_near(actual, expected, 1e-12)
-    assert linear_log_probs is names["linear_log_probs"]
+    head = OutputHead(of_page["weight"], of_page["bias"])
+    loss_of_page = names["gspo_loss"](of_page["hidden"], head, LABELS, old_T, sequence_T, advantages_N, 0.3, 0.4)
+    loss_of_page.backward()
+    torch.testing.assert_close(loss_of_page, loss, rtol=1e-12, atol=0)
+    assert_near({name: leaf.grad for name, leaf in of_page.items()}, expected, 1e-12)

@@ -5,25 +5,9 @@ T tokens, V vocabulary.
 
 import pytest
 import torch
-from kit.objective_cases import (
-    TAILS,
-    T,
-    assert_accurate,
-    distance,
-    make_labels,
-    make_leaves,
-    make_spans,
-    run,
-)
+from kit.objective_cases import TAILS, T, assert_accurate, distance, make_labels, make_leaves, make_spans, run
 
-from stillhouse.objective import (
-    TEACHER,
-    Continuation,
-    CrossEntropy,
-    SpanSignal,
-    Term,
-    linear_objective,
-)
+from stillhouse.objective import TEACHER, Continuation, CrossEntropy, SpanSignal, Term, linear_objective
 from stillhouse.objective.spec import parse_objective
 
 

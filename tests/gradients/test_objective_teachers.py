@@ -29,7 +29,6 @@ from kit.objective_cases import (
     some_weights,
     sums,
 )
-from kit.processor_cases import OpenHeads
 from torch import Tensor
 
 from stillhouse.engine.loss import StepLoss
@@ -41,7 +40,6 @@ from stillhouse.objective import (
     FullVocab,
     Mixture,
     OutputHead,
-    RoutedSignal,
     Term,
     TopK,
     forward_kl,
@@ -169,8 +167,6 @@ def test_mixtures_that_share_a_member() -> None:
     assert_accurate(make_leaves(), terms, weights_T=some_weights(), normalizer=19.0)
 
 
-# different terms for different rows
-
 LABELS = make_labels().clamp(min=0)
 
 
@@ -218,47 +214,13 @@ def test_the_sum_of_separate_passes(chunk_tokens: int | None, monkeypatch: pytes
             torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-12)
 
 
-def test_an_empty_group_gives_an_exact_zero() -> None:
+def test_an_empty_group_gives_an_exact_zero_and_no_group_is_refused() -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     result = run(routed_objective, make_leaves(), [(empty, [CrossEntropy(LABELS)])])  # type: ignore[list-item]
     assert result.output.loss == 0
     assert not any(gradient.any() for gradient in result.gradients.values())
-
-
-def test_no_group_is_refused() -> None:
     with pytest.raises(ValueError, match="no group of rows: expected at least one"):
         run(routed_objective, make_leaves(), [])
-
-
-def test_one_head_is_open_at_a_time() -> None:
-    """The processor opens a teacher's signal for its rows, and closes it before it opens the next one."""
-    signals, heads = {"math": make_full(), "code": other_teacher()}, OpenHeads()
-    rows = {"math": torch.arange(0, 20), "code": torch.arange(20, T)}
-    shares = {"math": TeacherShare(2.0), "code": TeacherShare(1.0, temperature=3.0)}
-    spec = replace(parse_objective("0.3*cross_entropy + 0.7*reverse_kl"), teachers=shares)
-    routed = {name: RoutedSignal(heads.signal(name, signal), rows[name]) for name, signal in signals.items()}
-    context = DistillTargets(LABELS, signals=routed)
-    leaves = {name: leaf.requires_grad_() for name, leaf in vars(make_leaves()).items()}
-    head = OutputHead(leaves["weight"], leaves["bias"])
-    processor = StepLoss(spec, normalizer=7.0, chunk_tokens=5)
-    output = processor(hidden_states=leaves["hidden"][None], head=head, context=context)
-    gradients = torch.autograd.grad(output.loss, list(leaves.values()))
-    assert (heads.most, heads.names) == (1, [])
-    separate = [
-        run(
-            linear_objective,
-            make_leaves(),
-            spec.terms(LABELS, {name: signals[name]}),
-            normalizer=7.0,
-            valid_index=index,
-        )
-        for name, index in rows.items()
-    ]
-    for name, gradient in zip(leaves, gradients, strict=True):
-        expected = separate[0].gradients[name] + separate[1].gradients[name]
-        torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
-    assert output.metrics["tokens/math"] == 20
-    assert output.metrics["tokens/code"] == T - 20
 
 
 def test_signals_of_several_teachers_are_for_the_same_tokens() -> None:

@@ -5,13 +5,13 @@ B rows of two documents each, S tokens per row, T = B·S, V vocabulary, K ids pe
 
 import functools
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kit.config_cases import assert_refused, refused_calls
 from kit.families import build
 from kit.objective_cases import distance, generator
 from kit.processor_cases import (
@@ -302,22 +302,6 @@ SAMPLED = PolicyTargets(LABELS_BS, **CONSTANTS)
 TRAINED = PolicyTargets(LABELS_BS, **CONSTANTS | {"old_log_probs_T": torch.zeros(T, requires_grad=True)})
 
 
-@pytest.mark.parametrize(
-    ("processor", "context", "depth", "message"),
-    [
-        (
-            StepLoss(parse_objective("forward_kl")),
-            DistillTargets(LABELS_BS),
-            0,
-            "signal is missing: expected a teacher's",
-        ),
-        (policy_gradient(), SAMPLED, 1, "expected depth 0, from whose logits tokens are sampled; by_depth("),
-        (policy_gradient(kl_scale=0.1), SAMPLED, 0, "kl_scale=0.1 without reference_log_probs_T: expected both, or"),
-        (policy_gradient(), TRAINED, 0, "old_log_probs_T requires grad: expected a constant; detach it"),
-        (cross_entropy(), Targets(LABELS_BS[:, 1:]), 0, "has 32 tokens, the student 34"),
-    ],
-    ids=["signal", "policy", "reference", "grad", "tokens"],
-)
-def test_errors(processor: OutputProcessor, context: Any, depth: int, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        at_depth(processor, context, depth)
+@pytest.mark.parametrize(("call", "message"), refused_calls("processors"))
+def test_errors(call: str, message: str) -> None:
+    assert_refused(call, message, globals())

@@ -167,9 +167,6 @@ def test_without_gradients_and_outside_of_the_context_nothing_is_balanced_and_a_
     assert not any(gradient.any() for gradient in named_gradients(model).values())
 
 
-# refusals
-
-
 def test_models_and_routers_without_hooks_are_refused() -> None:
     with pytest.raises(ValueError, match="model type 'llama' has no routers with an auxiliary loss"):
         balance_routers(Decoder(build("llama"), verify=False))

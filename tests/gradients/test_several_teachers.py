@@ -178,16 +178,21 @@ def test_the_student_behind_a_prefix_is_its_own_teacher(folder: Path) -> None:
 
 
 def test_an_average_of_the_student_as_its_teacher(folder: Path) -> None:
-    """Its gradients are those of a teacher with the averaged weights in a folder."""
-    session = session_with(folder, **{"teachers.slow": {"student": "ema", "ema_decay": 0.5}})
+    """The average follows every update. Its gradients are those of a teacher with these weights in a folder."""
+    session = session_with(folder, **{"teachers.slow": {"student": "ema", "ema_decay": 0.75}})
     engine = session.models.engine
     before = {name: parameter.detach().clone() for name, parameter in session.models.student.named_parameters()}
-    for _ in range(2):
+    wanted = {name: parameter.double() for name, parameter in before.items()}
+    for _ in range(3):
         forward_backward(session)
         engine.update(1e-2)
+        for name, parameter in session.models.student.named_parameters():
+            wanted[name] = 0.75 * wanted[name] + 0.25 * parameter.detach().double()
     after = {name: parameter.detach().clone() for name, parameter in session.models.student.named_parameters()}
     average = engine.average
     assert isinstance(average, WeightAverage)
+    for name, tensor in average.tensors.items():
+        torch.testing.assert_close(tensor.double(), wanted[name], rtol=1e-5, atol=1e-7, msg=name)
     assert any(not torch.equal(after[name], average.tensors[name]) for name in after)
 
     actual = gradients(session)
@@ -203,21 +208,6 @@ def test_an_average_of_the_student_as_its_teacher(folder: Path) -> None:
     for name, parameter in live.models.student.named_parameters():
         parameter.data.copy_(after[name])
     torch.testing.assert_close(actual, gradients(live), rtol=1e-4, atol=1e-7)
-
-
-def test_the_average_follows_every_update(folder: Path) -> None:
-    session = session_with(folder, **{"teachers.slow": {"student": "ema", "ema_decay": 0.75}})
-    average = session.models.engine.average
-    assert average is not None
-    wanted = {name: parameter.detach().double() for name, parameter in session.models.student.named_parameters()}
-    for _ in range(3):
-        forward_backward(session)
-        session.models.engine.update(1e-2)
-        for name, parameter in session.models.student.named_parameters():
-            wanted[name] = 0.75 * wanted[name] + 0.25 * parameter.detach().double()
-    for name, tensor in average.tensors.items():
-        torch.testing.assert_close(tensor.double(), wanted[name], rtol=1e-5, atol=1e-7, msg=name)
-    session.close()
 
 
 def test_heads_of_one_shape_share_a_buffer() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.config_cases import assert_refused, refused_calls
 from kit.objective_cases import (
     T,
     V,
@@ -29,6 +30,7 @@ from kit.shard_ranks import GATHER, Collectives, Rank, RankPool, shared_pool
 from kit.tensors import assert_near
 from torch import Tensor
 
+from stillhouse import objective
 from stillhouse.objective import (
     Chosen,
     DenseLogits,
@@ -37,10 +39,7 @@ from stillhouse.objective import (
     Mixture,
     OutputHead,
     RoutedSignal,
-    Sampled,
     Signal,
-    SpanSignal,
-    StudentHidden,
     TopK,
     forward_kl,
     teacher_log_probs,
@@ -195,28 +194,9 @@ def test_ids_that_include_the_label(kind: type[TopK] | type[Chosen]) -> None:
     assert narrow.dtype == torch.float32
 
 
-def span() -> SpanSignal:
-    top = sparse(TopK)
-    assert isinstance(top, TopK)
-    return SpanSignal(top, torch.ones(T), torch.zeros(T))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: sparse(TopK, 0.7), "are at temperature 0.7, the term needs them at 1.0"),
-        (lambda: make_mixture(temperature=2.0), "are at temperature 2.0, the term needs them at 1.0"),
-        (lambda: make_full().rows(slice(0, 3)), "a signal of 3 tokens with 37 labels"),
-        (lambda: Sampled(torch.zeros(T, 2, dtype=torch.int64), torch.ones(T, 2)), "Sampled does not contain the"),
-        (span, "SpanSignal does not contain the probability of the sampled token: expected FullVocab"),
-        (lambda: RoutedSignal(make_full(), torch.arange(T)), "RoutedSignal does not contain"),
-        (lambda: StudentHidden(torch.zeros(T, 8)), "StudentHidden does not contain"),
-    ],
-    ids=["temperature", "mixture", "rows", "sampled", "spans", "routed", "not opened"],
-)
-def test_signals_that_are_refused(make: Callable[[], Signal], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        teacher_log_probs(make(), LABELS)
+@pytest.mark.parametrize(("call", "message"), refused_calls("teacher's log-probabilities"))
+def test_signals_that_are_refused(call: str, message: str) -> None:
+    assert_refused(f"teacher_log_probs({call}, LABELS)", message, vars(objective) | globals())
 
 
 def test_a_sampled_token_that_is_not_among_the_ids() -> None:
@@ -243,8 +223,6 @@ def test_only_rows_that_count_must_have_their_token() -> None:
             assert gradient.norm() > 0
             assert torch.equal(actual[name], gradient)
 
-
-# several teachers
 
 BOTH = "sampled_kl(k3) + policy_gradient(teacher_kl=0.7)"
 
@@ -296,19 +274,17 @@ def test_each_token_has_its_teacher() -> None:
         hidden_TE = torch.full_like(full.hidden_TE, torch.nan)
         hidden_TE[rows[name]] = full.hidden_TE[rows[name]]
         routed[name] = RoutedSignal(heads.signal(name, replace(full, hidden_TE=hidden_TE)), rows[name])
-    shares = {"code": TeacherShare(2.0), "prose": TeacherShare(0.5)}
+    shares = {"code": TeacherShare(2.0), "prose": TeacherShare(0.5, temperature=1.4)}
     spec = replace(parse_objective("cross_entropy + reverse_kl + " + BOTH), discount=0.5, teachers=shares)
-    output, actual = fused(spec, leaves, batch, routed)
-    assert (heads.most, heads.names) == (1, [])
+    output, actual = fused(spec, leaves, batch, routed, 5)
+    assert (heads.most, heads.names) == (1, [])  # a head is open while its rows are computed
+    assert [output.metrics[f"tokens/{name}"] for name in rows] == [len(index) for index in rows.values()]
     assert output.metrics["sampled"] == pytest.approx(float(batch.weights_T[batch.is_sampled_T].sum()))
     parts = []
     for name, is_its_T in (("code", is_code_T), ("prose", ~is_code_T)):
         its = replace(batch, weights_T=batch.weights_T * is_its_T)
         parts.append(fused(spec, leaves, its, {name: signals[name]})[1])
     assert_near(actual, {name: gradient + parts[1][name] for name, gradient in parts[0].items()}, 1e-12)
-
-
-# vocabulary shards
 
 
 @pytest.mark.parametrize("borders", [FOUR, NARROW], ids=["four", "narrow"])

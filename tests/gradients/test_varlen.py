@@ -103,11 +103,16 @@ def test_activations_without_variable_length_attention(device: str, dtype: torch
     assert reason in str(varlen.refusal(Activations(torch.device(device), dtype), torch.float32))
 
 
-def test_variable_length_attention_that_is_required_is_refused_on_a_cpu(tmp_path: Path) -> None:
+def test_variable_length_attention_that_is_required_needs_a_gpu_and_packed_documents(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
     for options in ({}, {"verify": False}):
         with pytest.raises(ValueError, match="it runs on CUDA devices, not on cpu: expected"):
             Decoder.from_pretrained(tmp_path, attention="varlen", **options)
+    with reference():
+        with pytest.raises(ValueError, match="attention 'varlen' needs packed documents"):
+            Decoder(build("llama", attention="varlen"), packing="rows")
+        with pytest.raises(ProofError, match="cannot be packed with lengths"):
+            Decoder(causal_families.build("nemotron", attn_implementation="varlen"))
 
 
 @pytest.mark.usefixtures("reference")
@@ -164,11 +169,3 @@ def test_a_micro_batch_has_the_lengths_of_its_documents() -> None:
         part = padded.part(number, 2).to("cpu")
         assert part.lengths is not None
         assert part.lengths.borders_M.equal(padded.to("cpu").lengths.borders_M)
-
-
-@pytest.mark.usefixtures("reference")
-def test_variable_length_attention_that_is_required_needs_packed_documents() -> None:
-    with pytest.raises(ValueError, match="attention 'varlen' needs packed documents"):
-        Decoder(build("llama", attention="varlen"), packing="rows")
-    with pytest.raises(ProofError, match="cannot be packed with lengths"):
-        Decoder(causal_families.build("nemotron", attn_implementation="varlen"))

@@ -5,7 +5,8 @@ T tokens, D student width, V vocabulary, K ids per token.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ from stillhouse.objective import (
     reverse_kl,
 )
 from stillhouse.objective.reference import dense_objective
+from stillhouse.objective.tile import compiled
 
 F_DIVERGENCES = [
     "forward_kl",
@@ -55,15 +57,8 @@ F_DIVERGENCES = [
     "alpha_beta(0.4, 0.6)",
     "0.9*forward_kl + 0.1*jsd(0.5)",
 ]
-ALPHA_BETAS = [
-    "alpha_beta(0.2, 0.5)",
-    "alpha_beta(2, 1)",
-    "alpha_beta(0.7, 0)",
-    "alpha_beta(0, 0.7)",
-    "alpha_beta(0.5, -0.5)",
-    "alpha_beta(-0.5, 0.5)",
-    "alpha_beta(0, 0)",
-]
+EXPONENTS = ("0.2, 0.5", "2, 1", "0.7, 0", "0, 0.7", "0.5, -0.5", "-0.5, 0.5", "0, 0")
+ALPHA_BETAS = [f"alpha_beta({exponents})" for exponents in EXPONENTS]
 ALL_DIVERGENCES = F_DIVERGENCES + ALPHA_BETAS
 #: divergences whose (p/q)^α does not overflow on peaked rows; see the docstring of alpha_beta
 DIVERGENCES_OF_PEAKED_ROWS = F_DIVERGENCES + [expression for expression in ALPHA_BETAS if "-0.5" not in expression]
@@ -276,16 +271,21 @@ def other_terms(tokens: int = T, vocabulary: int = V, *, dtype: torch.dtype = to
 
 def converted(value: Any, dtype: torch.dtype) -> Any:
     """Return a copy of a term, signal or head with its floating-point tensors in another dtype."""
+    return mapped(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of a term, signal or head with other tensors."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return change(value)
     if isinstance(value, tuple | list):
-        return type(value)(converted(part, dtype) for part in value)
+        return type(value)(mapped(part, change) for part in value)
     if isinstance(value, dict):
-        return {name: converted(part, dtype) for name, part in value.items()}
+        return {name: mapped(part, change) for name, part in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not isinstance(value, Divergence):
         fields = [field for field in dataclasses.fields(value) if field.init]
         return dataclasses.replace(
-            value, **{field.name: converted(getattr(value, field.name), dtype) for field in fields}
+            value, **{field.name: mapped(getattr(value, field.name), change) for field in fields}
         )
     return value
 
@@ -312,6 +312,16 @@ def run(
     return Result(output, {name: leaf.grad for name, leaf in copies.items() if leaf.grad is not None})
 
 
+@contextmanager
+def rebuilt_terms() -> Iterator[None]:
+    """Compute the rows of a chunk as on a GPU, from terms that are rebuilt from its tensors."""
+    compiled.ROW_DEVICES.add("cpu")
+    try:
+        yield
+    finally:
+        compiled.ROW_DEVICES.discard("cpu")
+
+
 def sums(output: ObjectiveOutput) -> dict[str, Tensor]:
     """Return the metrics that are sums over tokens."""
     return {name: total for name, total in output.metrics.items() if name != "chunk_tokens"}
@@ -327,7 +337,7 @@ def divergence_of(student: Tensor, signal: Signal, divergence: Divergence) -> tu
 
 def distance(actual: Tensor, expected: Tensor) -> float:
     """‖actual − expected‖ / ‖expected‖ in float64; ‖actual‖ if everything that is expected is 0."""
-    actual, expected = actual.detach().double(), expected.detach().double()
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
     size = expected.norm()
     return float((actual - expected).norm() / (size if size > 0 else 1.0))
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit import shard_problems as problems
+from kit import slow
 from kit.objective_cases import D, Leaves, Result, V, distance, make_leaves, run
 from kit.shard_cases import (
     Case,
@@ -127,9 +128,6 @@ def pool() -> RankPool:
     return shared_pool()
 
 
-# the hidden states' gradient is summed once
-
-
 def test_partial_gradients_of_the_hidden_states(pool: RankPool) -> None:
     """With reduce_hidden_grad=False each rank has its shard's part of the gradient; the parts sum to the whole."""
     named: dict[str, Any] = {name: partial(problems.other_term, name) for name in OTHER_TERMS}
@@ -184,9 +182,6 @@ def test_frozen_leaves_and_an_incoming_gradient(pool: RankPool) -> None:
         assert all(outcome.backward == expected for outcome in outcomes), case.name
 
 
-# collectives
-
-
 def counted_passes(pool: RankPool, named: dict[str, Any], job: Any = two_passes) -> dict[str, list[Outcome]]:
     """Return the second pass of the first rank, in one chunk and in two."""
     options = [{"counts_collectives": True, "chunk_tokens": tokens} for tokens in (TOKENS, TOKENS // 2)]
@@ -199,45 +194,30 @@ def counted_passes(pool: RankPool, named: dict[str, Any], job: Any = two_passes)
     return {name: [seconds[index], seconds[index + len(named)]] for index, name in enumerate(named)}
 
 
-def test_one_collective_per_chunk(pool: RankPool) -> None:
-    """Values, gradient and metrics share one collective; backward only sums the hidden states' gradient.
+#: the collectives of a chunk. Most divergences need both normalisers first. All terms together need no more. A
+#: mixture needs one more, which the sums of its three teachers share
+GATHERS = {
+    **dict.fromkeys(("one round", "sampled ids", "forward_kl on full", "jsd(0.3) on bucket"), 1),
+    **dict.fromkeys(("all", "alpha_beta(0, 0) on dense", "forward_kl on mixture"), 2),
+    "jsd(0.3) on mixture": 3,
+}
+
+
+@pytest.mark.parametrize("job", [two_passes, slow(values_only)])
+def test_collectives_of_a_chunk(pool: RankPool, job: Any) -> None:
+    """Values, gradient and metrics share them; backward only sums the hidden states' gradient.
 
     The divergence of a sparse signal needs only sums and the logits at its ids, which the same collective gathers.
     For each token, a rank sends fewer numbers than its 63 logits.
     """
-    names = ("one round", "sampled ids", "forward_kl on full", "jsd(0.3) on bucket")
-    named = {name: partial(problems.counted, name) for name in names}
-    for name, (in_one, in_two) in counted_passes(pool, named).items():
-        assert in_one.forward == Counter({GATHER: 1}), name
-        assert in_two.forward == Counter({GATHER: 2}), name
-        assert in_one.backward == in_two.backward == Counter({SUM: 1}), name
-        assert in_one.largest <= 4 * TOKENS * 40 or name == "one round"
-
-
-def test_two_collectives_per_chunk(pool: RankPool) -> None:
-    """Most divergences need both normalisers first. All terms together need no more collectives.
-
-    A mixture needs one more, which the sums of its three teachers share.
-    """
-    names = ["all", "alpha_beta(0, 0) on dense", "forward_kl on mixture", "jsd(0.3) on mixture"]
-    named = {name: partial(problems.counted, name) for name in names}
-    for name, (in_one, in_two) in counted_passes(pool, named).items():
-        gathers = 3 if name == "jsd(0.3) on mixture" else 2
-        assert in_one.forward == Counter({GATHER: gathers}), name
-        assert in_two.forward == Counter({GATHER: 2 * gathers}), name
-        assert in_one.backward == in_two.backward == Counter({SUM: 1}), name
-        assert in_one.largest <= 4 * TOKENS * 40 or name == "all"
-
-
-@pytest.mark.slow
-def test_values_alone_need_no_more_collectives(pool: RankPool) -> None:
-    named = {name: partial(problems.counted, name) for name in ("forward_kl on full", "all")}
-    outcomes = counted_passes(pool, named, values_only)
-    for gathers, (in_one, in_two) in enumerate(outcomes.values(), start=1):
-        assert in_one.forward == Counter({GATHER: gathers})
-        assert in_two.forward == Counter({GATHER: 2 * gathers})
-        assert not in_one.backward + in_two.backward
-        assert not in_one.gradients
+    named = {name: partial(problems.counted, name) for name in GATHERS}
+    backward = Counter({SUM: 1} if job is two_passes else {})
+    for name, (in_one, in_two) in counted_passes(pool, named, job).items():
+        assert in_one.forward == Counter({GATHER: GATHERS[name]}), name
+        assert in_two.forward == Counter({GATHER: 2 * GATHERS[name]}), name
+        assert in_one.backward == in_two.backward == backward, name
+        assert bool(in_one.gradients) == (job is two_passes), name
+        assert in_one.largest <= 4 * TOKENS * 40 or name in ("one round", "all")
 
 
 @pytest.mark.parametrize("teacher", [cut(0, 7, 77, 177, V), "whole"], ids=["other borders", "whole"])
@@ -277,9 +257,6 @@ def test_a_group_of_one_is_no_shard(pool: RankPool, rows: int) -> None:
     assert not outcome.forward + outcome.backward
 
 
-# tests of the helpers of these tests
-
-
 def split(layout: Layout, result: Result, share_hidden: bool) -> list[Outcome]:
     """Split the whole vocabulary's result into the outcomes that the ranks would have."""
     output, gradients = result.output, result.gradients
@@ -294,32 +271,24 @@ def split(layout: Layout, result: Result, share_hidden: bool) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("reduce_hidden_grad", [True, False])
-def test_a_gradient_that_is_too_large_is_noticed(reduce_hidden_grad: bool) -> None:
+def test_mistakes_are_noticed(reduce_hidden_grad: bool) -> None:
     problem, layout = problems.other_term("all"), Layout(FOUR, None, reduce_hidden_grad)
-    expected, plain_result = oracle(problem), plain(problem)
-    assert complaints(layout, split(layout, plain_result, not reduce_hidden_grad), problem, expected) == []
-    too_large = split(layout, plain_result, not reduce_hidden_grad)
-    for outcome in too_large:
-        outcome.gradients["hidden"] = outcome.gradients["hidden"] * 4
-    (complaint,) = complaints(layout, too_large, problem, expected)
-    assert complaint.startswith("gradient of hidden: error 3.0e+00")
-
-
-def test_other_mistakes_are_noticed() -> None:
-    problem, layout = problems.other_term("all"), Layout(FOUR)
-    expected = oracle(problem)
+    expected, outcomes = oracle(problem), split(layout, plain(problem), not reduce_hidden_grad)
+    good = outcomes[2]
 
     def changed(rank: int, **fields: Any) -> list[str]:
-        outcomes = split(layout, plain(problem), False)
-        outcomes[rank] = replace(outcomes[rank], **fields)
-        return [each.split(":")[0] for each in complaints(layout, outcomes, problem, expected)]
+        made = [replace(outcome, **fields) if place == rank else outcome for place, outcome in enumerate(outcomes)]
+        return [each.split(":")[0] for each in complaints(layout, made, problem, expected)]
 
-    good = split(layout, plain(problem), False)[2]
+    assert complaints(layout, outcomes, problem, expected) == []
     assert changed(2, loss=good.loss * (1 + 1e-6)) == ["loss"]
     assert changed(2, loss=good.loss * torch.nan) == ["loss", "loss"]
-    assert changed(2, per_token=good.per_token | {"entropy": good.per_token["entropy"].roll(1)}) == 2 * [
-        "per_token[entropy]"
-    ]
+    rolled = good.per_token | {"entropy": good.per_token["entropy"].roll(1)}
+    assert changed(2, per_token=rolled) == 2 * ["per_token[entropy]"]
     lost_row = good.gradients["weight"].clone().index_fill(0, torch.tensor([0]), 0.0)
     assert changed(2, gradients=good.gradients | {"weight": lost_row}) == ["gradient of weight"]
     assert changed(0, gradients={}) != []
+    for outcome in outcomes:
+        outcome.gradients["hidden"] = outcome.gradients["hidden"] * 4
+    (complaint,) = complaints(layout, outcomes, problem, expected)
+    assert complaint.startswith("gradient of hidden: error 3.0e+00")

@@ -23,15 +23,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
 from stillhouse.objective import TEACHER
 from stillhouse.output.progress import Progress
-from stillhouse.parallel import (
-    IN_STAGE,
-    Degrees,
-    Layout,
-    Mesh,
-    Runner,
-    empty_decoder,
-    load_weights,
-)
+from stillhouse.parallel import IN_STAGE, Degrees, Layout, Mesh, Runner, empty_decoder, load_weights
 from stillhouse.parallel.apply.fsdp import apply_fsdp
 from stillhouse.parallel.processes import BACKENDS
 from stillhouse.parallel.teacher_student_pair import TeacherStudentPair

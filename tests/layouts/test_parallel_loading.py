@@ -1,7 +1,6 @@
 """Models that are built on the meta device and loaded stage by stage are bitwise equal to the saved model."""
 
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from kit import loading_memory, slow
 from kit.causal_families import build as build_causal
+from kit.config_cases import assert_refused, refused_calls
 from kit.families import SHAPE, build
 from kit.shard_ranks import Rank, RankPool, shared_pool
 from safetensors.torch import load_file, save_file
@@ -22,7 +22,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
 from stillhouse.models.forward_modes import VARLEN
 from stillhouse.parallel import Degrees, Mesh
-from stillhouse.parallel.apply.context_parallel import apply_context_parallel
+from stillhouse.parallel.apply import context_parallel
 from stillhouse.parallel.apply.tensor_parallel import apply_expert_parallel, dispatched_experts, tensor_plan
 from stillhouse.parallel.backbone_cut import require_cuttable
 from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
@@ -210,23 +210,9 @@ def test_sizes_of_each_layer() -> None:
     assert plan(model) == model.config.base_model_tp_plan
 
 
-@pytest.mark.parametrize(
-    ("refused", "message"),
-    [
-        (lambda: plan(build("llama"), 4), "tensor=4 does not divide the model's num_key_value_heads=2"),
-        (
-            lambda: apply_context_parallel(Decoder(build("llama"), verify=False), TWO_RANKS, 2),
-            "context=2 × tensor=2 does not divide",
-        ),
-        (lambda: plan(gemma3n(intermediate_size=[48, 47] * 2)), "the model's intermediate_size=[48, 47, 48, 47]"),
-        (lambda: plan(gemma3n(activation_sparsity_pattern=[0.95, 0.0] * 2)), "by their mean over all columns"),
-        (lambda: plan(build("cohere")), "'layers.0.self_attn.q_norm' has weights for each attention head"),
-        (lambda: plan(doge()), "'layers.0.self_attn' has weights for each attention head"),
-    ],
-)
-def test_models_that_a_layout_does_not_fit(refused: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        refused()
+@pytest.mark.parametrize(("call", "message"), refused_calls("sharded models"))
+def test_models_that_a_layout_does_not_fit(call: str, message: str) -> None:
+    assert_refused(call, message, globals() | vars(context_parallel))
 
 
 def test_a_model_with_variable_length_attention_can_be_cut() -> None:
