@@ -172,9 +172,3 @@ class RolloutConfig(PromptConfig):
     @property
     def urls(self) -> list[str]:
         return text_list(self.url)
-
-    def for_source(self, source: SourceRolloutConfig | None) -> "RolloutConfig":
-        """Return this section with the values that a source of prompts sets in place of its own values."""
-        if source is None:
-            return self
-        return self.model_copy(update={name: getattr(source, name) for name in source.model_fields_set})
