@@ -1,11 +1,12 @@
 """Checks a whole configuration: the rules of the core and of registered add-ons, the losses, and servers' tokens."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, product
 
 from stillhouse.config.engine_capabilities import GROUP as ENGINES
 from stillhouse.config.errors import ConfigError, listed
+from stillhouse.config.evaluation_section import EvalPromptsConfig
 from stillhouse.config.explain_errors import loss_hint
 from stillhouse.config.reward_sum import reward_parts
 from stillhouse.config.rollout_section import RolloutConfig
@@ -47,8 +48,9 @@ def _token_mistakes(config: RunConfig) -> Iterator[ConfigError]:
     """Yield an error if reward_tokens names a server that is in no reward, for example by a misspelled address, and
     one if the run has servers of several models, and one of them would get the default token.
     """
-    prompts = [config.eval.prompts] if config.eval.prompts else []
-    for key, sections in {"rollout": config.rollouts, "eval.prompts": prompts}.items():
+    by_key: dict[str, Sequence[RolloutConfig | EvalPromptsConfig]] = {"rollout": config.rollouts}
+    by_key["eval.prompts"] = [config.eval.prompts] if config.eval.prompts else []
+    for key, sections in by_key.items():
         servers = {part.server for section in sections for part in reward_parts(section.reward) if part.is_server}
         if unused := {address for section in sections for address in section.reward_tokens or {}} - servers:
             among = f"an address among {name_list(servers)}" if servers else "the address of a server in reward"

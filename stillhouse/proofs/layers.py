@@ -171,18 +171,6 @@ def layers_compared(
         yield errors
 
 
-def require_equal_layers(decoder: Decoder, errors: Mapping[str, Tensor]) -> None:
-    """Raise ProofError with the layer's name if an error of `layers_compared` is larger than allowed."""
-    for name, error in errors.items():
-        compare(
-            error,
-            1.0,
-            f"{typename(decoder.pretrained)} under tensor parallelism: the results of '{name}' differ from those of "
-            "the full layer, because a function between two matrices reads all columns, and a rank has only some: "
-            "expected parallel.tensor=1",
-        )
-
-
 def _allowed_errors(output_BSD: Tensor, expected_BSD: Tensor, input_BSD: Tensor, precision: torch.dtype) -> Tensor:
     """Return the error of each token in units of the allowed error."""
     hidden = (output_BSD, expected_BSD, input_BSD)
@@ -212,7 +200,7 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
         count = _micro_batches(runner)
         for number in range(_ROUNDS):
             runner.zero_grad()
-            runner.forward_backward([inputs_of(cross_entropies(number))] * count)
+            runner.forward_backward([inputs_of(partial(cross_entropies, number))] * count)
             _add_squares(squares, runner, hidden)
             hidden.clear()
     total = defaultdict[str, float](float)
@@ -235,17 +223,15 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
     return [parameter for _, parameter in parts]
 
 
-def cross_entropies(number: int) -> OutputProcessor:
-    """Return an output processor that sums the cross-entropies of all depths. number: determines the labels."""
-
-    def process(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> ObjectiveOutput:
-        hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-        place_T = torch.arange(hidden_by_depth[0].shape[:-1].numel(), device=hidden_by_depth[0].device)
-        terms = [CrossEntropy((place_T * (number + 1)) % 7)]
-        losses = [linear_objective(hidden_BSD.flatten(0, -2), head, terms).loss for hidden_BSD in hidden_by_depth]
-        return ObjectiveOutput(torch.stack(losses).sum(), {}, {})
-
-    return process
+def cross_entropies(
+    number: int, *, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0
+) -> ObjectiveOutput:
+    """Sum the cross-entropies of all depths: an output processor, for a `number` that determines the labels."""
+    hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+    place_T = torch.arange(hidden_by_depth[0].shape[:-1].numel(), device=hidden_by_depth[0].device)
+    terms = [CrossEntropy((place_T * (number + 1)) % 7)]
+    losses = [linear_objective(hidden_BSD.flatten(0, -2), head, terms).loss for hidden_BSD in hidden_by_depth]
+    return ObjectiveOutput(torch.stack(losses).sum(), {}, {})
 
 
 def _copies(runner: Runner) -> Iterator[tuple[str, nn.Parameter]]:

@@ -17,7 +17,7 @@ from stillhouse.config import (
 from stillhouse.engine.losses import LossPart, LossSections
 from stillhouse.objective.sampled_terms import Correction
 from stillhouse.objective.sampled_tokens import DATASET, STUDENT
-from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, read_objective
+from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
 from stillhouse.registry import load_all
 from stillhouse.signals import SignalStore
 
@@ -143,7 +143,7 @@ class RunObjective:
         temperature. Raises ConfigError if the expression contradicts the section `rollout`.
         """
         temperature, is_squared = self.objective.temperature, self.objective.scale_by_temperature_squared
-        spec = read_objective(loss, load_all("stillhouse.divergences"), temperature, is_squared)
+        spec = parse_objective(loss, temperature, is_squared, load_all("stillhouse.divergences"))
         if key.startswith(BY_ORIGIN):
             _require_terms_of(key, loss, spec)
         by_student = bool(self.rollouts) and self.rollouts[0].writer == "student"
@@ -154,8 +154,8 @@ class RunObjective:
         rollout, temperatures = self.rollouts[0], sampling_temperatures(self.rollouts)
         if key != f"{BY_ORIGIN}.{DATASET}":  # no term of the dataset's objective uses rewards
             self._require_rewards(key, loss, spec)
-        is_on_student_alone = all(source.is_on_student_alone for source in self.rollouts)
-        if spec.cross_entropy is not None and is_on_student_alone and by_student:
+        has_dataset = any(source.share < 1 for source in self.rollouts)
+        if spec.cross_entropy is not None and not has_dataset and by_student:
             raise ConfigError(
                 key,
                 f"got '{loss}' with rollout.share=1: cross_entropy applies to the dataset's completions, and there "

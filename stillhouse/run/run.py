@@ -281,7 +281,7 @@ def prompt_sources(
         PromptSource(
             size,
             rollout.samples_per_prompt,
-            0 if rollout.is_on_student_alone else next(dataset_sizes),
+            0 if rollout.share == 1 else next(dataset_sizes),
             rollout.share,
             weight,
         )

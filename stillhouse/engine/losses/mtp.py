@@ -26,7 +26,7 @@ from stillhouse.models.processors import DistillTargets, full_vocab
 from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
 from stillhouse.objective.divergences import total_variation
 from stillhouse.objective.metrics import CHUNK_TOKENS
-from stillhouse.objective.spec import ObjectiveSpec, read_objective
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.parallel import DistributedStudent, NextTokens
 from stillhouse.parallel.layer_loss import MtpLayersRun
 from stillhouse.registry import load_all
@@ -67,7 +67,7 @@ class MtpLoss(LossPart):
             return None
         if mtp.objective is not None:
             temperature, is_squared = objective.temperature, objective.scale_by_temperature_squared
-            parsed = read_objective(mtp.objective, load_all("stillhouse.divergences"), temperature, is_squared)
+            parsed = parse_objective(mtp.objective, temperature, is_squared, load_all("stillhouse.divergences"))
             if parsed.needs_rollouts:
                 raise ConfigError(
                     "student.mtp.objective",
@@ -147,7 +147,17 @@ class MtpLoss(LossPart):
         if self.from_student:
             signal = full_vocab(hidden_states=first_BSD, head=head, context=None)
             context = replace(context, signals={TEACHER: signal})
-        shifted = self._shifted(context, len(later))
+        position_ids_BS = context.position_ids_BS
+        assert position_ids_BS is not None
+        if self.group is None:
+            shifted = context.shift_for_mtp(position_ids_BS, len(later))
+        else:  # the targets of this rank's last columns are on the next rank
+            next_tokens = NextTokens(self.depths, self.group)
+            rows, columns = position_ids_BS.shape
+            more_BS = next_tokens(position_ids_BS)
+            extended = context.extended(next_tokens, (rows, columns)).shift_for_mtp(more_BS, len(later))
+            place_BS = torch.arange(more_BS.numel(), device=more_BS.device).view(more_BS.shape)
+            shifted = extended.rows(place_BS[:, :columns].flatten())
         depth_loss = replace(loss, objective=self.objective, parts=(), with_teacher_cross_entropy=False)
         total, metrics, per_token = output.loss, dict(output.metrics), dict(output.per_token)
         for depth, hidden_BSD in enumerate(later, start=1):
@@ -162,19 +172,6 @@ class MtpLoss(LossPart):
 
     def silent(self) -> Self:
         return replace(self, scale=0.0)
-
-    def _shifted(self, targets: DistillTargets, depths: int) -> DistillTargets:
-        """Return the targets of this rank's columns, with `mtp_targets` for all depths."""
-        position_ids_BS = targets.position_ids_BS
-        assert position_ids_BS is not None
-        if self.group is None:
-            return targets.shift_for_mtp(position_ids_BS, depths)
-        rows, columns = position_ids_BS.shape
-        next_tokens = NextTokens(self.depths, self.group)
-        more_BS = next_tokens(position_ids_BS)
-        extended = targets.extended(next_tokens, (rows, columns)).shift_for_mtp(more_BS, depths)
-        place_BS = torch.arange(more_BS.numel(), device=more_BS.device).view(more_BS.shape)
-        return extended.rows(place_BS[:, :columns].flatten())
 
 
 def _tokens(mtp: MtpConfig) -> str:
