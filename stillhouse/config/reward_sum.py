@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator
 
 from stillhouse.config.section import Text, checked_address, checked_function
-from stillhouse.config.servers import ServerKind, reward_kinds
+from stillhouse.config.servers import reward_kinds
 
 _WEIGHT = re.compile(r"(?P<weight>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?) ?\* ?(?P<rest>.*)", re.DOTALL)
 
@@ -36,10 +36,6 @@ class RewardSummand(NamedTuple):
     def server(self) -> str:
         """The address of a server without the path."""
         return "{0.scheme}://{0.netloc}".format(urlsplit(self.name))
-
-    @property
-    def server_kind(self) -> ServerKind:
-        return reward_kinds()[urlsplit(self.name).scheme]
 
     @property
     def is_function(self) -> bool:

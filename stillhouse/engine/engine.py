@@ -13,7 +13,7 @@ An `EngineKind` registers an engine (`engine_kind.py`; torch's is in `torch_engi
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -81,19 +81,6 @@ class StepOutput:
         values: list[float] = torch.stack(tensors).tolist() if tensors else []
         self._values = values[len(numbers) :]
         return values[: len(numbers)]
-
-
-@dataclass(frozen=True)
-class SavedTensors:
-    """Facts about the tensors that `Engine.save` has written.
-
-    elements: the number of elements in the weights, optimizer states and averages of all processes. An element that
-        several processes have counts once.
-    without_moments: the names of the parameters without optimizer state, because they never had a gradient.
-    """
-
-    elements: int
-    without_moments: list[str]
 
 
 class Engine(ABC):
@@ -167,19 +154,21 @@ class Engine(ABC):
         size: int = self._state.bytes_to_write(all_moments=all_moments)
         return size
 
-    def save(self, folder: Path) -> SavedTensors:
-        """Write the weights, the optimizer's state and the random states to a folder that all processes share.
+    def save(self, folder: Path) -> tuple[int, list[str]]:
+        """Write the weights, the optimizer's state and the random states to a folder that all processes share. Return
+        the number of elements in the weights, optimizer states and averages of all processes, each element once, and
+        the names of the parameters without optimizer state, because they never had a gradient.
 
         Call `require_finite` first, because a run cannot continue from a state that is not finite.
         """
         state = self._state
         write_tensors(folder, state.tensors(), self.student.ranks)
-        return SavedTensors(state.element_count(), state.parameters_without_moments())
+        return state.element_count(), state.parameters_without_moments()
 
     def load(self, folder: Path, without_moments: Sequence[str]) -> None:
         """Restore a state that `save` wrote under any layout. Raises ValueError for the state of another model.
 
-        without_moments: the value in the `SavedTensors` of this state.
+        without_moments: the names that `save` returned for this state.
         """
         self._state.read(folder, without_moments)
 

@@ -76,7 +76,8 @@ def prove_compiled(runner: Runner, subject: Subject, inputs: StageInputs, precis
             expected = subject.run(probe.ids_BS, probe.position_ids_BS)
     errors = [("hidden states", relative_errors(*pair).median()) for pair in zip(hidden, expected, strict=True)]
     if any(parameter.requires_grad for _, parameter in runner.named_parameters()):
-        errors.append(("gradients", _gradient_error(runner, [inputs] * _micro_batches(runner))))
+        count = 1 if runner.layout.stages == 1 else 2 * runner.layout.degrees.pipeline
+        errors.append(("gradients", _gradient_error(runner, [inputs] * count)))
     if (new_breaks := counters["graph_break"] - breaks) and runner.ranks.is_first:
         reasons = name_list(reason.partition("\n")[0] for reason in new_breaks)
         warnings.warn(
@@ -91,10 +92,6 @@ def prove_compiled(runner: Runner, subject: Subject, inputs: StageInputs, precis
             f"the {name} of the compiled layers differ by {{error:.2%}} from the {name} of the plain layers: "
             "expected train.compile: false",
         )
-
-
-def _micro_batches(runner: Runner) -> int:
-    return 1 if runner.layout.stages == 1 else 2 * runner.layout.degrees.pipeline
 
 
 def _gradient_error(runner: Runner, micro_batches: Sequence[StageInputs]) -> Tensor:
@@ -197,7 +194,7 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
             for module in student.modules():
                 stack.enter_context(hooked(module.register_forward_pre_hook(lambda module, _: runs.update([module]))))
             stack.enter_context(_hidden_gradients(student, hidden))
-        count = _micro_batches(runner)
+        count = 1 if runner.layout.stages == 1 else 2 * runner.layout.degrees.pipeline
         for number in range(_ROUNDS):
             runner.zero_grad()
             runner.forward_backward([inputs_of(partial(cross_entropies, number))] * count)
@@ -238,18 +235,12 @@ def _copies(runner: Runner) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters that have a gradient and are replicated over the tensor ranks."""
     for name, parameter in runner.named_parameters():
         # expert ranks include the tensor ranks, so a parameter that is sharded over them is not replicated
-        is_sharded = any(
-            axis in ("tensor", "expert") and not placement.is_replicate() for axis, placement in _axes(parameter)
-        )
+        axes: Iterable[tuple[str, Any]] = ()
+        if isinstance(parameter, DTensor):
+            axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+        is_sharded = any(axis in ("tensor", "expert") and not placement.is_replicate() for axis, placement in axes)
         if parameter.grad is not None and not is_sharded:
             yield name, parameter
-
-
-def _axes(parameter: nn.Parameter) -> Iterable[tuple[str, Any]]:
-    """Return the axes of a parameter's mesh by name, each with its placement."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    return zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
 
 
 def _add_squares(squares: defaultdict[str, float], runner: Runner, hidden: Mapping[str, Tensor]) -> None:
@@ -281,7 +272,7 @@ def _problem(
     """
     if difference < _PARTIAL:
         return f"the gradients of '{name}' differ by {difference:.1%} between ranks, but should be equal"
-    if any(axis == "tensor" for axis, _ in _axes(parameter)):
+    if isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ()):
         return f"ranks have different gradients of '{name}', which the plan replicates: expected parallel.tensor=1"
     owner = name.rpartition(".")[0]
     owners = [module for part in runner.decoders for path, module in part.named_modules() if path == owner]

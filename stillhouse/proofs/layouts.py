@@ -53,11 +53,6 @@ class _Side(NamedTuple):
     name: str
     signals: Signals
 
-    def refuse(self, error: PackingError) -> None:
-        """Let the decoders pack documents in the next way, because the error refuses the present way."""
-        for decoder in self.decoders:
-            decoder.packing.refuse(error)
-
 
 def build_proven_runner(
     layout: Layout, mesh: Mesh, student: ModelSource, teacher: ModelSource | None, *, teacher_head_only: bool = False
@@ -169,7 +164,8 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
                 if exchanged[part]:
                     prove_hidden(side.decoders[-1], *results, precision, training=training)
         except PackingError as error:
-            side.refuse(error)
+            for decoder in side.decoders:
+                decoder.packing.refuse(error)  # from now on, it packs documents in its next way
             is_exact = False
     return is_exact
 
@@ -216,7 +212,8 @@ def _run_passes(
             with raised():
                 passes = forward, forward.exchanged()
         except PackingError as error:
-            side.refuse(error)
+            for part in side.decoders:
+                part.packing.refuse(error)
             return None
     return passes
 

@@ -47,7 +47,7 @@ class RunObjective:
         if objective.by_origin is None:
             (spec,) = specs.values()
         else:
-            spec = ObjectiveSpec.from_origins(dict(zip(objective.by_origin.losses, specs.values(), strict=True)))
+            spec = ObjectiveSpec.from_origins({key.rpartition(".")[2]: one for key, one in specs.items()})
         if (teachers := self.teachers) is not None:
             # without a route, the weights are divided by their sum
             total = sum(teacher.weight for teacher in teachers.named.values()) if teachers.route is None else 1.0
