@@ -1,7 +1,7 @@
 """Checks a whole configuration: the rules of the core and of registered add-ons, the losses, and servers' tokens."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, product
 
 from stillhouse.config.engine_capabilities import GROUP as ENGINES
@@ -33,7 +33,9 @@ def check_rules(config: RunConfig) -> None:
         except ValueError as error:
             mistakes[key] = ConfigError(key, f"{error}{loss_hint(str(error))}")
     rules = chain.from_iterable(rule.mistakes(config) for rule in all_rules())
-    for mistake in chain(rules, _token_mistakes(config)):
+    sections: dict[str, Sequence[RolloutConfig | EvalPromptsConfig]] = {"rollout": config.rollouts}
+    sections["eval.prompts"] = [config.eval.prompts] if config.eval.prompts else []
+    for mistake in chain(rules, _unused_tokens(sections), _shared_token(config.teacher_sections, config.rollout)):
         mistakes.setdefault(mistake.key, mistake)
     if mistakes:
         raise listed(list(mistakes.values()))
@@ -44,21 +46,21 @@ def all_rules() -> tuple[Rule, ...]:
     return (*_source_rules(), *RULES, *_engine_rules())
 
 
-def _token_mistakes(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield an error if reward_tokens names a server that is in no reward, for example by a misspelled address, and
-    one if the run has servers of several models, and one of them would get the default token.
-    """
-    by_key: dict[str, Sequence[RolloutConfig | EvalPromptsConfig]] = {"rollout": config.rollouts}
-    by_key["eval.prompts"] = [config.eval.prompts] if config.eval.prompts else []
+def _unused_tokens(by_key: Mapping[str, Sequence[RolloutConfig | EvalPromptsConfig]]) -> Iterator[ConfigError]:
+    """Yield an error if reward_tokens names a server that is in no reward, for example by a misspelled address."""
     for key, sections in by_key.items():
         servers = {part.server for section in sections for part in reward_parts(section.reward) if part.is_server}
         if unused := {address for section in sections for address in section.reward_tokens or {}} - servers:
             among = f"an address among {name_list(servers)}" if servers else "the address of a server in reward"
             yield ConfigError(f"{key}.reward_tokens", f"got {name_list(unused)}; expected {among}")
-    models: dict[str, TeacherConfig | RolloutConfig] = {**config.teacher_sections}
-    if config.rollout is not None:
-        models["rollout"] = config.rollout
-    variables = {key: model.token_variable for key, model in models.items() if model.urls}
+
+
+def _shared_token(teachers: Mapping[str, TeacherConfig], rollout: RolloutConfig | None) -> Iterator[ConfigError]:
+    """Yield an error if the run has servers of several models, and one of them would get the default token."""
+    sections: dict[str, TeacherConfig | RolloutConfig] = {**teachers}
+    if rollout is not None:
+        sections["rollout"] = rollout
+    variables = {key: section.token_variable for key, section in sections.items() if section.urls}
     unnamed = [key for key, variable in variables.items() if variable is None]
     if len(variables) > 1 and unnamed and os.environ.get(TOKEN_VARIABLE):
         urls = enumerated([f"{key}.url" for key in variables], "and")

@@ -337,16 +337,15 @@ class ObjectiveSpec:
         return " + ".join(parts).replace("+ −", "− ")
 
 
-def parse_objective(
-    text: str,
-    temperature: float = 1.0,
-    scale_by_temperature_squared: bool = False,
-    kinds: DivergenceKinds = PARAMETERS,
-) -> ObjectiveSpec:
-    """Return the objective of an expression (`expression.py`). Raises ValueError where `expression_fields` does.
+def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_squared: bool = False) -> ObjectiveSpec:
+    """Return the objective of an expression (`expression.py`). Raises ValueError where `expression_fields` does."""
+    return read_objective(text, PARAMETERS, temperature, scale_by_temperature_squared)
 
-    kinds: the divergences that the expression can name.
-    """
+
+def read_objective(
+    text: str, kinds: DivergenceKinds, temperature: float = 1.0, scale_by_temperature_squared: bool = False
+) -> ObjectiveSpec:
+    """Return the objective of an expression. kinds: the divergences that the expression can name."""
     fields, divergences = expression_fields(text, kinds)
     if divergences:
         foreign = {one.name: kinds[one.name] for one in divergences if one.name not in DIVERGENCES}

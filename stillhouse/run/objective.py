@@ -17,7 +17,7 @@ from stillhouse.config import (
 from stillhouse.engine.losses import LossPart, LossSections
 from stillhouse.objective.sampled_terms import Correction
 from stillhouse.objective.sampled_tokens import DATASET, STUDENT
-from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
+from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, read_objective
 from stillhouse.registry import load_all
 from stillhouse.signals import SignalStore
 
@@ -143,7 +143,7 @@ class RunObjective:
         temperature. Raises ConfigError if the expression contradicts the section `rollout`.
         """
         temperature, is_squared = self.objective.temperature, self.objective.scale_by_temperature_squared
-        spec = parse_objective(loss, temperature, is_squared, load_all("stillhouse.divergences"))
+        spec = read_objective(loss, load_all("stillhouse.divergences"), temperature, is_squared)
         if key.startswith(BY_ORIGIN):
             _require_terms_of(key, loss, spec)
         by_student = bool(self.rollouts) and self.rollouts[0].writer == "student"

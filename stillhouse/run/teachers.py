@@ -13,7 +13,7 @@ from stillhouse.loops.session import Data
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.pretrained import read_configuration
 from stillhouse.objective import forward_kl
-from stillhouse.objective.spec import parse_objective
+from stillhouse.objective.spec import read_objective
 from stillhouse.parallel import (
     DecoderHead,
     DistributedStudent,
@@ -133,7 +133,7 @@ def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig,
             "temperature, or hidden states, which give every temperature",
         )
     for key, loss in objective.objective.losses.items() if signal.kind == "sampled" else ():
-        if parse_objective(loss, kinds=load_all("stillhouse.divergences")).divergence not in (None, forward_kl()):
+        if read_objective(loss, load_all("stillhouse.divergences")).divergence not in (None, forward_kl()):
             raise ConfigError(key, f"got {loss!r}: sampled ids can only estimate forward_kl")
     several = objective.teachers
     if several is not None and several.sum == "distributions" and not signal.is_exact:

@@ -26,7 +26,7 @@ from stillhouse.models.processors import DistillTargets, full_vocab
 from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
 from stillhouse.objective.divergences import total_variation
 from stillhouse.objective.metrics import CHUNK_TOKENS
-from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+from stillhouse.objective.spec import ObjectiveSpec, read_objective
 from stillhouse.parallel import DistributedStudent, NextTokens
 from stillhouse.parallel.layer_loss import MtpLayersRun
 from stillhouse.registry import load_all
@@ -67,7 +67,7 @@ class MtpLoss(LossPart):
             return None
         if mtp.objective is not None:
             temperature, is_squared = objective.temperature, objective.scale_by_temperature_squared
-            parsed = parse_objective(mtp.objective, temperature, is_squared, load_all("stillhouse.divergences"))
+            parsed = read_objective(mtp.objective, load_all("stillhouse.divergences"), temperature, is_squared)
             if parsed.needs_rollouts:
                 raise ConfigError(
                     "student.mtp.objective",
