@@ -33,8 +33,18 @@ def load_config(
     Sections are merged, and values are replaced. `train.steps` in a later layer also replaces `train.epochs` in an
     earlier layer, and vice versa. Raises ConfigError.
     """
+    from_file = _read_file(path)
+    from_overrides: Layer = {}
+    mistakes: list[ConfigError] = []
+    for override in overrides:
+        try:
+            from_overrides = _merge(from_overrides, _read_override(override))
+        except ConfigError as error:
+            mistakes.append(error)
+    if mistakes:
+        raise listed(mistakes)
     merged: Layer = {}
-    for layer in (defaults or {}, _read_file(path), settings or {}, _read_overrides(overrides)):
+    for layer in (defaults or {}, from_file, settings or {}, from_overrides):
         merged = _merge(_without_rival(merged, layer), layer)
     # remove empty sections (null in YAML), so that they get their defaults
     required = {name for name, field in RunConfig.model_fields.items() if section_of(field) is field.annotation}
@@ -77,19 +87,6 @@ def _read_file(path: str | os.PathLike[str] | None) -> Layer:
         kind = type(content).__name__
         raise ConfigError(None, f"{path}: got a {kind}, expected sections such as 'student: {{model: ...}}'")
     return content or {}
-
-
-def _read_overrides(overrides: Sequence[str]) -> Layer:
-    layer: Layer = {}
-    mistakes: list[ConfigError] = []
-    for override in overrides:
-        try:
-            layer = _merge(layer, _read_override(override))
-        except ConfigError as error:
-            mistakes.append(error)
-    if mistakes:
-        raise listed(mistakes)
-    return layer
 
 
 def _read_override(override: str) -> Layer:

@@ -79,9 +79,8 @@ def source_kinds() -> dict[str, SourceKind]:
     If two kinds exclude each other, the error names the later kind.
     """
     kinds = load_all(GROUP)
-
-    def order(key: str) -> tuple[bool, bool, bool, bool, str]:
-        kind = kinds[key]
-        return key != "model", kind.needs_model, "model" not in kind.beside, not kind.any_tokens, key
-
-    return {key: kinds[key] for key in sorted(kinds, key=order)}
+    ranked = sorted(
+        (key != "model", kind.needs_model, "model" not in kind.beside, not kind.any_tokens, key)
+        for key, kind in kinds.items()
+    )
+    return {key: kinds[key] for *_, key in ranked}

@@ -47,7 +47,7 @@ class RunObjective:
         if objective.by_origin is None:
             (spec,) = specs.values()
         else:
-            spec = ObjectiveSpec.from_origins(dict(zip(objective.by_origin.losses, specs.values(), strict=True)))
+            spec = ObjectiveSpec.from_origins({key.rpartition(".")[2]: one for key, one in specs.items()})
         if (teachers := self.teachers) is not None:
             # without a route, the weights are divided by their sum
             total = sum(teacher.weight for teacher in teachers.named.values()) if teachers.route is None else 1.0
@@ -154,8 +154,8 @@ class RunObjective:
         rollout, temperatures = self.rollouts[0], sampling_temperatures(self.rollouts)
         if key != f"{BY_ORIGIN}.{DATASET}":  # no term of the dataset's objective uses rewards
             self._require_rewards(key, loss, spec)
-        is_on_student_alone = all(source.is_on_student_alone for source in self.rollouts)
-        if spec.cross_entropy is not None and is_on_student_alone and by_student:
+        has_dataset = any(source.share < 1 for source in self.rollouts)
+        if spec.cross_entropy is not None and not has_dataset and by_student:
             raise ConfigError(
                 key,
                 f"got '{loss}' with rollout.share=1: cross_entropy applies to the dataset's completions, and there "

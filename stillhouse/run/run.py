@@ -26,7 +26,7 @@ from stillhouse.data import DataReport, Documents, save_tokenizer, text_fingerpr
 from stillhouse.data.media import media_kind
 from stillhouse.display import escaped, name_list
 from stillhouse.engine.optimizer import stacked_vectors
-from stillhouse.engine.schedule import StepSchedule, make_on_policy_schedule, make_step_schedule, micro_batch_capacity
+from stillhouse.engine.schedule import StepSchedule, make_on_policy_schedule, make_step_schedule
 from stillhouse.loops import off_policy, on_policy
 from stillhouse.loops.held_out import held_out_tokens
 from stillhouse.loops.rollouts import samplings
@@ -249,7 +249,9 @@ def _in_rows(data: Data, models: Models, setup: RunSetup) -> Data:
     data, config, layout = replace(data, by_length=True), setup.config, setup.layout
     if config.rollout is not None:  # completions are packed later, in each step
         return data
-    capacity = micro_batch_capacity(config.train, config.data.max_tokens, layout.degrees.data, layout.stages)
+    # a data rank gets a micro-batch per step for each pipeline stage, unless a packed sequence is larger
+    per_stage = config.train.tokens_per_step // (layout.degrees.data * layout.stages)
+    capacity = max(config.data.max_tokens, min(config.train.micro_batch_tokens, per_stage))
     return data.sorted_by_length(capacity, max(config.data.max_tokens, config.eval.micro_batch_tokens or capacity))
 
 
@@ -281,7 +283,7 @@ def prompt_sources(
         PromptSource(
             size,
             rollout.samples_per_prompt,
-            0 if rollout.is_on_student_alone else next(dataset_sizes),
+            0 if rollout.share == 1 else next(dataset_sizes),
             rollout.share,
             weight,
         )
