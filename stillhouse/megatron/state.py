@@ -167,12 +167,6 @@ class BlockTensor(Tensor):
     offsets: tuple[int, ...]
     region: Tensor
 
-    @classmethod
-    def without_blocks(cls, shape: Sequence[int]) -> "BlockTensor":
-        tensor = torch.zeros(()).expand(tuple(shape)).as_subclass(cls)  # DCP would allocate "meta"
-        tensor.blocks = {}
-        return tensor
-
     def include(self, block: Block, part: Tensor) -> None:
         """Add a block. If a number in the index removed a dim, the part gets this dim again."""
         for dim, entry in enumerate(block.index):
@@ -323,11 +317,13 @@ class MegatronState:
 
     def _empty(self) -> dict[str, BlockTensor]:
         """Return all tensors of a checkpoint, without blocks."""
-        shapes = self.student.shapes
-        tensors = {f"{WEIGHT}{name}": BlockTensor.without_blocks(shapes[name]) for name in self.student.saved}
-        for name in self.student.trained:
-            for kind in self._kinds:
-                tensors[_key(kind, name)] = BlockTensor.without_blocks(shapes[name])
+        names = {f"{WEIGHT}{name}": name for name in self.student.saved}
+        names |= {_key(kind, name): name for name in self.student.trained for kind in self._kinds}
+        tensors: dict[str, BlockTensor] = {}
+        for key, name in names.items():
+            shape = tuple(self.student.shapes[name])
+            tensors[key] = torch.zeros(()).expand(shape).as_subclass(BlockTensor)  # DCP would allocate "meta"
+            tensors[key].blocks = {}
         return tensors
 
     @property

@@ -34,11 +34,6 @@ class Ranks:
     def __init__(self, group: ProcessGroup | None, device: torch.device):
         self.group, self.device = group, device
 
-    @classmethod
-    def all_of_job(cls, device: torch.device) -> "Ranks":
-        """Return all processes of the job, which must be connected already."""
-        return cls(dist.group.WORLD if dist.is_initialized() else None, device)
-
     @property
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
