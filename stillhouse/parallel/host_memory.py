@@ -5,7 +5,7 @@ V rows of the vocabulary on this process, E width of a teacher.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -77,26 +77,27 @@ class BufferedHead:
             yield replace(head, weight_VD=weight_VD, bias=bias)
 
 
+@dataclass(frozen=True, eq=False)
 class HeadBuffers:
     """Buffers on a device for weights [V, E] in host memory. Weights of equal shape and dtype share a buffer if they
     are not used at the same time.
+
+    free: the buffers that are not in use, each with the name of the weight in it, or None if it has no weight.
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device
-        #: the buffers that are not in use, each with the name of the weight in it, or None if it has no weight
-        self._free: list[tuple[str | None, Tensor]] = []
+    device: torch.device
+    free: list[tuple[str | None, Tensor]] = field(default_factory=list)
 
     @contextmanager
     def holding(self, name: str, weight_VE: Tensor) -> Iterator[Tensor]:
         """Yield a buffer with this weight. If a free buffer already has the weight, nothing is copied."""
         kind, held = (weight_VE.shape, weight_VE.dtype), None
-        fitting = [at for at, (_, buffer) in enumerate(self._free) if kind == (buffer.shape, buffer.dtype)]
+        fitting = [at for at, (_, buffer) in enumerate(self.free) if kind == (buffer.shape, buffer.dtype)]
         if fitting:
-            at = next((at for at in fitting if self._free[at][0] == name), fitting[0])
-            held, buffer = self._free.pop(at)
+            at = next((at for at in fitting if self.free[at][0] == name), fitting[0])
+            held, buffer = self.free.pop(at)
         else:
-            buffer = torch.empty_like(weight_VE, device=self._device, requires_grad=False)
+            buffer = torch.empty_like(weight_VE, device=self.device, requires_grad=False)
         try:
             if held != name:
                 held = None
@@ -105,4 +106,4 @@ class HeadBuffers:
                 held = name
             yield buffer
         finally:
-            self._free.append((held, buffer))
+            self.free.append((held, buffer))

@@ -26,13 +26,14 @@ _SECONDS_BETWEEN_LOOKS = 0.02
 Item = TypeVar("Item")
 
 
+@dataclass(frozen=True, eq=False)
 class Ranks:
     """The processes of a group, or a single process without a group. The methods that exchange values are collectives
     of the group. Values other than tensors, numbers and bytes are sent as JSON.
     """
 
-    def __init__(self, group: ProcessGroup | None, device: torch.device):
-        self.group, self.device = group, device
+    group: ProcessGroup | None
+    device: torch.device
 
     @property
     def size(self) -> int:

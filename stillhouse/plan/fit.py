@@ -157,10 +157,6 @@ def _estimated(
 def _step_counts(counts: RankCounts, candidate: Candidate) -> RankCounts:
     """Return the counts of a candidate's step. counts: the counts of a step with fewer micro-batches"""
     factor = candidate.micro_batches / counts.micro_batches
-
-    def scaled(values: Mapping[str, float]) -> dict[str, float]:
-        return {key: value * factor for key, value in values.items()}
-
     return replace(
         counts,
         micro_batches=candidate.micro_batches,
@@ -168,9 +164,9 @@ def _step_counts(counts: RankCounts, candidate: Candidate) -> RankCounts:
         model_operations=counts.model_operations / counts.tokens * candidate.sequences * candidate.max_tokens,
         kernels=round(counts.kernels * factor),
         traffic=counts.traffic * factor,
-        products=scaled(counts.products),
-        messages={key: round(count) for key, count in scaled(counts.messages).items()},
-        sent=scaled(counts.sent),
+        products={dtype: operations * factor for dtype, operations in counts.products.items()},
+        messages={key: round(count * factor) for key, count in counts.messages.items()},
+        sent={key: size * factor for key, size in counts.sent.items()},
     )
 
 

@@ -108,27 +108,26 @@ class RunObjective:
             route = self.teachers.route
             how = f"one by column '{route}'" if route else f"sum of {self.teachers.sum}"
             teachers = f" ← {how} of {'; '.join(parts)}"
+        if self.rollouts:
+            rollout, shares = self.rollouts[0], sorted({rollout.share for rollout in self.rollouts})
+            whose = f"by the {rollout.writer}"
+            if shares != [1.0]:
+                percent = " to ".join(f"{share:.0%}" for share in dict.fromkeys((shares[0], shares[-1])))
+                whose = f"{percent} of the completions {whose}, the others from the dataset"
+            targets = f"all tokens of the completions: {whose}, schedule {rollout.schedule}"
+        elif self.objective.tokens == "all":
+            targets = "all tokens, also those of prompts"
+        else:
+            targets = "all tokens of texts, completions and assistant turns; none of prompts"
         return (
             f"{self.loss_in_words()}, {over}temperature {self.spec.temperature:g}, "
-            f"mean over the target tokens of each step ({self._targets_in_words()}): {self.student.model}{teachers}"
+            f"mean over the target tokens of each step ({targets}): {self.student.model}{teachers}"
         )
 
     def loss_in_words(self) -> str:
         """Return the part of the sentence of `in_words` that does not depend on the stores."""
         sections = self._sections(self.spec)
         return f"minimise {self.spec.in_words()}{''.join(kind.in_words(sections) for kind in _part_types())}"
-
-    def _targets_in_words(self) -> str:
-        if not self.rollouts:
-            if self.objective.tokens == "all":
-                return "all tokens, also those of prompts"
-            return "all tokens of texts, completions and assistant turns; none of prompts"
-        rollout, shares = self.rollouts[0], sorted({rollout.share for rollout in self.rollouts})
-        whose = f"by the {rollout.writer}"
-        if shares != [1.0]:
-            share = " to ".join(f"{share:.0%}" for share in dict.fromkeys((shares[0], shares[-1])))
-            whose = f"{share} of the completions {whose}, the others from the dataset"
-        return f"all tokens of the completions: {whose}, schedule {rollout.schedule}"
 
     def _sections(self, spec: ObjectiveSpec) -> LossSections:
         has_teacher = self.teacher is not None or self.teachers is not None
