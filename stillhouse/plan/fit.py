@@ -138,36 +138,32 @@ def _estimated(
         values = candidate.settings(job["config"])
         # more micro-batches would not change the peak memory: the first stage holds one micro-batch for each stage,
         # and the gradients of an earlier micro-batch
-        shown = min(candidate.micro_batches, candidate.pipeline + 1)
-        tokens = shown * candidate.rows * candidate.fsdp * candidate.max_tokens
+        micro_batches = min(candidate.micro_batches, candidate.pipeline + 1)
+        tokens = micro_batches * candidate.rows * candidate.fsdp * candidate.max_tokens
         settings = values | {"train": values["train"] | {"tokens_per_step": tokens}}
         for rank in dict.fromkeys((0, machine.ranks - machine.ranks // candidate.pipeline)):
             jobs.append(job | {"kind": "estimated", "rank": rank, "config": settings})
             owners.append(candidate)
     plans = []
     for candidate, pairs in itertools.groupby(zip(owners, runs.answers(jobs), strict=True), lambda pair: pair[0]):
-        answers = [answer for _, answer in pairs]
-        if not any("error" in answer for answer in answers):
-            counts = [_step_counts(RankCounts.from_json(answer), candidate) for answer in answers]
-            ranks = dict(zip((FIRST, LAST), counts, strict=False))
-            plans.append((candidate, Plan(machine, ranks, job["has_tower"], job["completions"])))
+        answers, ranks = [answer for _, answer in pairs], dict[str, RankCounts]()
+        if any("error" in answer for answer in answers):
+            continue
+        for name, shown in zip((FIRST, LAST), map(RankCounts.from_json, answers), strict=False):
+            factor = candidate.micro_batches / shown.micro_batches
+            ranks[name] = replace(
+                shown,
+                micro_batches=candidate.micro_batches,
+                tokens=candidate.sequences * candidate.max_tokens,
+                model_operations=shown.model_operations / shown.tokens * candidate.sequences * candidate.max_tokens,
+                kernels=round(shown.kernels * factor),
+                traffic=shown.traffic * factor,
+                products={dtype: operations * factor for dtype, operations in shown.products.items()},
+                messages={key: round(count * factor) for key, count in shown.messages.items()},
+                sent={key: size * factor for key, size in shown.sent.items()},
+            )
+        plans.append((candidate, Plan(machine, ranks, job["has_tower"], job["completions"])))
     return plans
-
-
-def _step_counts(counts: RankCounts, candidate: Candidate) -> RankCounts:
-    """Return the counts of a candidate's step. counts: the counts of a step with fewer micro-batches"""
-    factor = candidate.micro_batches / counts.micro_batches
-    return replace(
-        counts,
-        micro_batches=candidate.micro_batches,
-        tokens=candidate.sequences * candidate.max_tokens,
-        model_operations=counts.model_operations / counts.tokens * candidate.sequences * candidate.max_tokens,
-        kernels=round(counts.kernels * factor),
-        traffic=counts.traffic * factor,
-        products={dtype: operations * factor for dtype, operations in counts.products.items()},
-        messages={key: round(count * factor) for key, count in counts.messages.items()},
-        sent={key: size * factor for key, size in counts.sent.items()},
-    )
 
 
 class _Shape(NamedTuple):

@@ -10,14 +10,7 @@ from importlib.metadata import distributions
 
 import torch
 
-from stillhouse.config import (
-    ConfigError,
-    EvalConfig,
-    StudentConfig,
-    TeacherConfig,
-    TrainConfig,
-    as_config_error,
-)
+from stillhouse.config import ConfigError, EvalConfig, StudentConfig, TeacherConfig, TrainConfig, as_config_error
 from stillhouse.data import check_vocabulary
 from stillhouse.display import name_list
 from stillhouse.engine.optimizer import require_optimizer
