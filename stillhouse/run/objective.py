@@ -143,15 +143,26 @@ class RunObjective:
         """
         temperature, is_squared = self.objective.temperature, self.objective.scale_by_temperature_squared
         spec = read_objective(loss, load_all("stillhouse.divergences"), temperature, is_squared)
-        if key.startswith(BY_ORIGIN):
-            _require_terms_of(key, loss, spec)
+        origin = key.rpartition(".")[2] if key.startswith(BY_ORIGIN) else None
+        if origin == STUDENT and spec.cross_entropy is not None:
+            raise ConfigError(
+                key,
+                f"got '{loss}': cross_entropy applies to completions of the dataset; expected it under "
+                f"{BY_ORIGIN}.{DATASET}",
+            )
+        if origin not in (None, STUDENT) and spec.needs_rollouts:
+            raise ConfigError(
+                key,
+                f"got '{loss}': sampled_kl and policy_gradient need tokens that the student has sampled; expected "
+                f"them under {BY_ORIGIN}.{STUDENT}",
+            )
         by_student = bool(self.rollouts) and self.rollouts[0].writer == "student"
         if spec.needs_rollouts and not by_student:
             raise ConfigError(key, f"got '{loss}', which needs completions of the student: set rollout")
         if not self.rollouts:
             return spec
         rollout, temperatures = self.rollouts[0], sampling_temperatures(self.rollouts)
-        if key != f"{BY_ORIGIN}.{DATASET}":  # no term of the dataset's objective uses rewards
+        if origin != DATASET:  # no term of the dataset's objective uses rewards
             self._require_rewards(key, loss, spec)
         is_on_student_alone = all(source.is_on_student_alone for source in self.rollouts)
         if spec.cross_entropy is not None and is_on_student_alone and by_student:
@@ -187,23 +198,6 @@ def _part_types() -> list[type[LossPart]]:
     """Return the kinds of losses in addition to the objective; those of the student's section are first."""
     types = (kind.part() for kind in load_all("stillhouse.parts").values())
     return sorted(types, key=lambda kind: kind.key, reverse=True)
-
-
-def _require_terms_of(key: str, loss: str, spec: ObjectiveSpec) -> None:
-    """Raise ConfigError if the objective of an origin has terms that rows of this origin cannot have."""
-    origin = key.rpartition(".")[2]
-    if origin == STUDENT and spec.cross_entropy is not None:
-        raise ConfigError(
-            key,
-            f"got '{loss}': cross_entropy applies to completions of the dataset; expected it under "
-            f"{BY_ORIGIN}.{DATASET}",
-        )
-    if origin != STUDENT and spec.needs_rollouts:
-        raise ConfigError(
-            key,
-            f"got '{loss}': sampled_kl and policy_gradient need tokens that the student has sampled; expected them "
-            f"under {BY_ORIGIN}.{STUDENT}",
-        )
 
 
 def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:

@@ -1,9 +1,6 @@
 """Applies a layout to a decoder, without changes to the model's code."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
 
 from stillhouse.models import Decoder
 from stillhouse.models.lm_head import input_embedding
@@ -53,12 +50,12 @@ def apply_residual_dtype(decoder: Decoder, dtype: torch.dtype) -> None:
     In most families, the hidden states then have this dtype in all layers, so norms and additions read and write half
     as many bytes. A pipeline stage without the head always sends this dtype, because the next stage expects it.
     """
-
-    def rounded(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        # without autocast, the hidden states must have the dtype of the layers' matrices
-        return output.to(dtype) if torch.is_autocast_enabled(output.device.type) else output
-
     if (embedding := input_embedding(decoder.pretrained)) is not None:
-        embedding.register_forward_hook(rounded)
+        # without autocast, the hidden states must have the dtype of the layers' matrices
+        embedding.register_forward_hook(
+            lambda module, inputs, output: (
+                output.to(dtype) if torch.is_autocast_enabled(output.device.type) else output
+            )
+        )
     if not decoder.has_head:
         decoder.register_forward_hook(lambda module, inputs, output: output.to(dtype))
