@@ -36,26 +36,19 @@ def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-class WaitingWeights:
-    """Keeps the parameters of an unsharded model in host memory, and the model's buffers on the device. The memory on
-    the host is never freed, so nothing is copied back from the device.
+@contextmanager
+def weights_on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within the block, the parameters of an unsharded model are on the device, and otherwise in host memory
+    (`pin_weights`). The memory on the host is never freed, so nothing is copied back from the device.
     """
-
-    def __init__(self, model: nn.Module, device: torch.device):
-        self._device, self._parameters = device, list(model.parameters())  # a tied weight is listed once
-        pin_weights(model, device)
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Move the weights to the device until the context ends."""
-        held = [(parameter, parameter.data) for parameter in self._parameters]
-        try:
-            for parameter, host in held:
-                parameter.data = torch.empty_like(host, device=self._device).copy_(host, non_blocking=True)
-            yield
-        finally:
-            for parameter, host in held:
-                parameter.data = host
+    held = [(parameter, parameter.data) for parameter in model.parameters()]  # a tied weight is listed once
+    try:
+        for parameter, host in held:
+            parameter.data = torch.empty_like(host, device=device).copy_(host, non_blocking=True)
+        yield
+    finally:
+        for parameter, host in held:
+            parameter.data = host
 
 
 @dataclass(frozen=True)
