@@ -53,14 +53,12 @@ class Lora:
     parameters: int  # the number of parameters of the full model, adapter included
 
     def __str__(self) -> str:
-        def short(count: int) -> str:
-            for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
-                if count >= size:
-                    return f"{count / size:.3g}{unit}"
-            return str(count)
-
-        counts = f"{short(self.trained)} of {short(self.parameters)} parameters train"
-        return f"LoRA r {self.r}, alpha {self.alpha:g} on {self.layers} modules, {counts}"
+        units, counts = ((10**9, " B"), (10**6, " M"), (10**3, " k")), []
+        for count in (self.trained, self.parameters):
+            size, unit = next((entry for entry in units if count >= entry[0]), (1, ""))
+            counts.append(f"{count / size:.3g}{unit}")
+        trained = " of ".join(counts)
+        return f"LoRA r {self.r}, alpha {self.alpha:g} on {self.layers} modules, {trained} parameters train"
 
 
 def add_lora(

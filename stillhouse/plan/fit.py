@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from stillhouse.config import ParallelConfig, RunConfig, load_config
-from stillhouse.plan.devices import LAUNCH, LINKS, PRODUCTS, TRAFFIC, Device
+from stillhouse.plan.devices import LAUNCH, LINKS, PRODUCTS, TRAFFIC
 from stillhouse.plan.layout_plan import DryRuns, Job, Machine, Plan, planned_job, successful
 from stillhouse.plan.prediction import FIRST, LAST, RankCounts, bubble_share
 
@@ -193,9 +193,13 @@ class Rough:
         """Estimate the time of a step, in seconds."""
         steps = self.recomputed if candidate.recompute else self.plain
         student, teacher, device = self.student, self.teacher, machine.device
-        one_layer, with_student, with_teacher = (
-            _seconds(steps[name], device, candidate) for name in ("base", "student", "teacher")
-        )
+        times = []  # of a micro-batch; the counts are those of two micro-batches of one row
+        for step in (steps["base"], steps["student"], steps["teacher"]):
+            products = sum(step.products.values()) / (device.bfloat16 * PRODUCTS)
+            kernels = products + step.traffic / (device.bandwidth * TRAFFIC)
+            of_rank = kernels * candidate.rows / (candidate.tensor * candidate.context)
+            times.append(max(of_rank, step.kernels * LAUNCH) / 2)
+        one_layer, with_student, with_teacher = times
         all_layers = one_layer + (student.layers - 1) * (with_student - one_layer)
         all_layers += max(0, teacher.layers - 1) * (with_teacher - one_layer)
         share = candidate.micro_batches / candidate.pipeline
@@ -230,10 +234,3 @@ class Rough:
         activations = tokens * (layers * in_flight * per_layer + base.peak.get("activations", 0))
         tile = base.peak.get("tile", 0)
         return states / shards + gathered * (candidate.fsdp * candidate.context > 1) + activations + tile
-
-
-def _seconds(step: RankCounts, device: Device, candidate: Candidate) -> float:
-    """Return the seconds of a candidate's micro-batch. step: the counts of two micro-batches of one row"""
-    products = sum(step.products.values()) / (device.bfloat16 * PRODUCTS)
-    computing = products + step.traffic / (device.bandwidth * TRAFFIC)
-    return max(computing * candidate.rows / (candidate.tensor * candidate.context), step.kernels * LAUNCH) / 2
