@@ -64,12 +64,7 @@ class MegatronRows:
             (columns_L, positions_L), *_ = _places(documents, parallel_state.get_context_parallel_rank())
             ids_NL = ids_NK[row_N[:, None], torch.where(columns_L < ids_NK.shape[1], columns_L, 0).to(ids_NK.device)]
             positions_NL = positions_L.to(ids_NK.device).expand_as(ids_NL)
-            packed = None
-            if packs:
-                stops = torch.tensor([*accumulate(documents, initial=0)], dtype=torch.int32, device=ids_NK.device)
-                borders = {"cu_seqlens_q": stops, "cu_seqlens_kv": stops}
-                longest = {"max_seqlen_q": max(documents), "max_seqlen_kv": max(documents)}
-                packed = PackedSeqParams(qkv_format="thd", **borders, **longest)
+            packed = borders(documents, ids_NK.device) if packs else None
             result.append(cls(ids_NL, positions_NL, rows, documents, packed))
         return result
 
@@ -127,6 +122,15 @@ def _places(documents: Sequence[int], *ranks: int) -> Iterator[tuple[Tensor, Ten
         positions = [context_positions(document, rank) for document in documents]
         columns = [start + document_positions for start, document_positions in zip(starts, positions, strict=True)]
         yield torch.cat(columns), torch.cat(positions)
+
+
+def borders(documents: Sequence[int], device: torch.device) -> PackedSeqParams:
+    """Return the borders of documents that follow one another. documents: the number of columns of each document."""
+    stops = torch.tensor([*accumulate(documents, initial=0)], dtype=torch.int32, device=device)
+    longest = max(documents)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=stops, cu_seqlens_kv=stops, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
 
 
 def context_positions(tokens: int, rank: int | None = None) -> Tensor:

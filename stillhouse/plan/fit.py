@@ -193,7 +193,7 @@ class Rough:
         """Estimate the time of a step, in seconds."""
         steps = self.recomputed if candidate.recompute else self.plain
         student, teacher, device = self.student, self.teacher, machine.device
-        times = []  # of a micro-batch; the counts are those of two micro-batches of one row
+        times = []  # of one micro-batch
         for step in (steps["base"], steps["student"], steps["teacher"]):
             products = sum(step.products.values()) / (device.bfloat16 * PRODUCTS)
             kernels = products + step.traffic / (device.bandwidth * TRAFFIC)
