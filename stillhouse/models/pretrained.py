@@ -135,6 +135,16 @@ def auto_class(config: PreTrainedConfig, *, multimodal: bool = False) -> Any:
     return AutoModelForImageTextToText if has_images and (multimodal or not causal) else AutoModelForCausalLM
 
 
+def tower_warnings(name: str, revision: str | None, *, trust_remote_code: bool) -> Iterator[str]:
+    """For a run without images, yield a warning if the family has a separate class for its language model."""
+    config = read_configuration(name, revision, trust_remote_code=trust_remote_code)
+    if auto_class(config, multimodal=True) is not auto_class(config):
+        yield (
+            f"student.model: no document has an image that the processor of {name} reads, so only the language model "
+            "is loaded and trained. The saved student has no vision tower and cannot be loaded as an image-text model"
+        )
+
+
 def keep_in_float32(model: PreTrainedModel) -> None:
     """Convert to float32 those tensors that transformers keeps in float32 when it loads a half-precision model, such
     as corrections of router scores.

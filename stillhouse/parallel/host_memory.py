@@ -74,21 +74,20 @@ class BufferedHead:
 class HeadBuffers:
     """Buffers on a device for weights [V, E] in host memory. Weights of equal shape and dtype share a buffer if they
     are not used at the same time.
-
-    free: the buffers that are not in use, each with the name of the weight in it, or None if it has no weight.
     """
 
     device: torch.device
-    free: list[tuple[str | None, Tensor]] = field(default_factory=list)
+    #: the buffers that are not in use, each with the name of the weight in it, or None if it has no weight
+    _free: list[tuple[str | None, Tensor]] = field(default_factory=list, init=False)
 
     @contextmanager
     def holding(self, name: str, weight_VE: Tensor) -> Iterator[Tensor]:
         """Yield a buffer with this weight. If a free buffer already has the weight, nothing is copied."""
         kind, held = (weight_VE.shape, weight_VE.dtype), None
-        fitting = [at for at, (_, buffer) in enumerate(self.free) if kind == (buffer.shape, buffer.dtype)]
+        fitting = [at for at, (_, buffer) in enumerate(self._free) if kind == (buffer.shape, buffer.dtype)]
         if fitting:
-            at = next((at for at in fitting if self.free[at][0] == name), fitting[0])
-            held, buffer = self.free.pop(at)
+            at = next((at for at in fitting if self._free[at][0] == name), fitting[0])
+            held, buffer = self._free.pop(at)
         else:
             buffer = torch.empty_like(weight_VE, device=self.device, requires_grad=False)
         try:
@@ -99,4 +98,4 @@ class HeadBuffers:
                 held = name
             yield buffer
         finally:
-            self.free.append((held, buffer))
+            self._free.append((held, buffer))

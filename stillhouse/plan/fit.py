@@ -197,8 +197,8 @@ class Rough:
         for step in (steps["base"], steps["student"], steps["teacher"]):
             products = sum(step.products.values()) / (device.bfloat16 * PRODUCTS)
             kernels = products + step.traffic / (device.bandwidth * TRAFFIC)
-            of_rank = kernels * candidate.rows / (candidate.tensor * candidate.context)
-            times.append(max(of_rank, step.kernels * LAUNCH) / 2)
+            divisor = candidate.tensor * candidate.context
+            times.append(max(kernels * candidate.rows / divisor, step.kernels * LAUNCH) / 2)
         one_layer, with_student, with_teacher = times
         all_layers = one_layer + (student.layers - 1) * (with_student - one_layer)
         all_layers += max(0, teacher.layers - 1) * (with_teacher - one_layer)

@@ -17,7 +17,6 @@ from stillhouse.engine.optimizer import require_optimizer
 from stillhouse.loops.session import Data, RolloutPlan
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.models.forward_modes import noise_of
-from stillhouse.models.pretrained import auto_class, read_configuration
 from stillhouse.models.quantized import FP8, float8_problem
 from stillhouse.objective.policy_parameters import PolicySettings
 from stillhouse.output.tracking import require_trackers
@@ -190,12 +189,8 @@ def rollout_warnings(
         )
 
 
-def student_warnings(
-    setup: RunSetup, model_hashes: Mapping[str, str], student: Decoder, *, has_media: bool
-) -> Iterator[str]:
-    """Yield a warning if the student and the teacher are the same model and the loss is only their divergence, and
-    one if the student's vision tower is left out, because no document has media.
-    """
+def same_model_warnings(setup: RunSetup, model_hashes: Mapping[str, str], student: Decoder) -> Iterator[str]:
+    """Yield a warning if student and teacher are the same model, and the loss is only their divergence."""
     teacher, section, objective = setup.config.teacher, setup.config.student, setup.objective
     is_changed = section.adapter is not None or section.quantize is not None or section.init is not None
     others = ("cross_entropy", "entropy", "policy_gradient")
@@ -210,14 +205,6 @@ def student_warnings(
             f"teacher.model: {teacher.model} has the same files as student.model: the divergence between a model and "
             "itself is 0, and so is its gradient, so that nothing is learned; expected another model"
         )
-    if not has_media:
-        config = read_configuration(section.model, section.revision, trust_remote_code=section.trust_remote_code)
-        if auto_class(config, multimodal=True) is not auto_class(config):
-            yield (
-                f"student.model: no document has an image that the processor of {section.model} reads, so only the "
-                "language model is loaded and trained. The saved student has no vision tower and cannot be loaded as "
-                "an image-text model"
-            )
 
 
 def schedule_warnings(train: TrainConfig, steps: int, data: Data, *, on_policy: bool) -> Iterator[str]:

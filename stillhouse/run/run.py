@@ -33,6 +33,7 @@ from stillhouse.loops.rollouts import samplings
 from stillhouse.loops.session import Data, Loss, Models, RolloutPlan, Schedule, Session
 from stillhouse.models import add_end_ids, eos_ids
 from stillhouse.models.document_packing import ROWS
+from stillhouse.models.pretrained import tower_warnings
 from stillhouse.models.vision_language import require_language_alone
 from stillhouse.output.disk import atomic_folder, file_names, hashes
 from stillhouse.output.folder import HASHES, RunFolder, environment, folder_lock, init_run_dir, require_intact_model
@@ -223,7 +224,10 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     if rollout is not None:
         policies, longest = [part.policy for part in loss.spec.parts], config.data.max_tokens
         warnings += preflight.rollout_warnings(config.train, config.eval, rollout, longest, policies)
-    warnings += preflight.student_warnings(setup, model_hashes, models.student, has_media=data.has_media)
+    warnings += preflight.same_model_warnings(setup, model_hashes, models.student)
+    if not data.has_media:
+        name, revision, code = config.student.model, config.student.revision, config.student.trust_remote_code
+        warnings += tower_warnings(name, revision, trust_remote_code=code)
     warnings = [escaped(line) for line in dict.fromkeys(warnings)]
     return Session(models, data, loss, schedule, rollout, identity, setup.values, warnings)
 

@@ -239,8 +239,7 @@ def test_waiting_weights_are_on_the_device_only_while_they_are_used() -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
     model[1].weight.data = model[0].weight.data.T
     before = [weight.data_ptr() for weight in model.parameters()]
-    inputs = torch.randn(3, 5)
-    expected = model(inputs)
+    expected = model(inputs := torch.randn(3, 5))
     with weights_on_device(model, CPU):
         copies = [weakref.ref(weight.untyped_storage()) for weight in model.parameters()]
         assert all(weight.data_ptr() not in before for weight in model.parameters())

@@ -70,8 +70,8 @@ def test_keys_without_effect_on_the_completions_of_a_step_are_warned_of() -> Non
     plan, clipped = PromptPlan(SOURCES, prompts_per_step=5, seed=3), [PolicySettings(clip_low=0.2)]
 
     def warnings(rollout: RolloutConfig, policies: list[PolicySettings], **train: int) -> list[str]:
-        prompts = RolloutPlan(plan, rollout, [rollout], [])
-        return list(rollout_warnings(TrainConfig(**train), EvalConfig(), prompts, 128, policies))
+        settings = TrainConfig(**train), EvalConfig(), RolloutPlan(plan, rollout, [rollout], [])
+        return list(rollout_warnings(*settings, 128, policies))
 
     fixed, ahead = RolloutConfig(prompts_per_step=5), RolloutConfig(prompts_per_step=5, schedule="one_step_off")
     assert warnings(fixed, [PolicySettings()]) == warnings(ahead, clipped) == []
