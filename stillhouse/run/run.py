@@ -218,14 +218,12 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     warnings = [
         *setup.warnings,
         *data.warnings,
-        *preflight.check_models(decoders, setup.teachers, data, max_tokens),
-        *preflight.noise_warnings(sources.removed_noise),
+        *preflight.check_models(decoders, setup.teachers, data, max_tokens, sources.removed_noise),
         *preflight.schedule_warnings(config.train, schedule.steps, data, on_policy=rollout is not None),
     ]
     if rollout is not None:
-        plan, policies = rollout.prompts, [part.policy for part in loss.spec.parts]
-        warnings += preflight.prompt_warnings(config.train, rollout.config, plan, config.data.max_tokens, policies)
-        warnings += preflight.evaluation_warnings(config.eval, rollout.configs)
+        policies, longest = [part.policy for part in loss.spec.parts], config.data.max_tokens
+        warnings += preflight.rollout_warnings(config.train, config.eval, rollout, longest, policies)
     warnings += preflight.same_model_warnings(setup, model_hashes, models.student)
     if not data.has_media:
         name, revision, code = config.student.model, config.student.revision, config.student.trust_remote_code

@@ -34,7 +34,7 @@ from stillhouse.parallel import (
     padded_shapes,
     shard_micro_batches,
 )
-from stillhouse.parallel.host_memory import WaitingWeights
+from stillhouse.parallel.host_memory import pin_weights, weights_on_device
 from stillhouse.proofs.layouts import needs_proof, prove_runner
 from stillhouse.signals.signal_source import PendingSignals, SignalSource
 
@@ -119,7 +119,8 @@ class SeparateTeacher(SignalSource):
         self._width, self._dtype = decoder.width, next(decoder.parameters()).dtype
         self._on_device: Callable[[], AbstractContextManager[None]] = nullcontext
         if layout.offload and mesh.ranks.size == 1:
-            self._on_device = WaitingWeights(decoder, mesh.device).on_device
+            pin_weights(decoder, mesh.device)
+            self._on_device = partial(weights_on_device, decoder, mesh.device)
         if needs_proof(layout, mesh, layers):
             with self._on_device():
                 prove_runner(self._runner, layers, None, teacher_in_stages=False)
