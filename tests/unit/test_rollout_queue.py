@@ -18,15 +18,7 @@ from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.agents.replies import TextReplies
 from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, POLICY_VERSION
-from stillhouse.rollout import (
-    Completion,
-    RolloutQueue,
-    Sample,
-    Samples,
-    SourceSettings,
-    TargetRules,
-    step_documents,
-)
+from stillhouse.rollout import Completion, RolloutQueue, Sample, Samples, SourceSettings, TargetRules, step_documents
 from stillhouse.rollout.plan import RolloutSchedule
 from stillhouse.rollout.queue import require_versions
 from stillhouse.rollout.reward import mean_and_deviation, rewards_are_equal, with_advantages

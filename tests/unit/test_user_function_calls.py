@@ -23,12 +23,7 @@ from stillhouse.rollout import Completion, Sample, Samples, SourceSettings
 from stillhouse.rollout.reward import RepeatedCall, RewardSum, WeightedCall
 from stillhouse.rollout.turns import SampleTurns, done
 from stillhouse.rollout.user_functions import user_function, warn
-from stillhouse.user_code.functions import (
-    Turn,
-    UserFunction,
-    UserFunctionError,
-    checked_reward,
-)
+from stillhouse.user_code.functions import Turn, UserFunction, UserFunctionError, checked_reward
 
 
 class OwnFloat(float):
