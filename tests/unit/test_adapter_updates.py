@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kit import first_is_quick, slow
+from kit.config_cases import refused_calls
 from kit.families import build
 from kit.low_bit import save_teacher
 from safetensors.torch import load_file, save_file
@@ -128,46 +129,6 @@ def cut(name: str) -> Edit:
 
 
 ANOTHER = "trained on another base than the server's"
-REFUSED: dict[str, tuple[Edit, str]] = {
-    "another base": (base(fingerprint="cd" * 32), f"{ANOTHER}: the hash of the base is cdcdcdcdcdcd in the"),
-    "another dtype": (base(dtype="bfloat16"), f"{ANOTHER}.*expected --dtype bfloat16"),
-    "a quantized base": (
-        base(quantize="nf4"),
-        f"{ANOTHER}.*the quantization is nf4 in the run and None on the server; expected --quantize nf4",
-    ),
-    "no base": (
-        lambda folder: edit(folder, lambda manifest: manifest.pop("base")),
-        "does not name the model on which its adapter was trained",
-    ),
-    "half-written": (cut(WEIGHTS), "does not have its published content"),
-    "a stale configuration": (cut(ADAPTER_CONFIG), "does not have its published content"),
-    "no configuration": (
-        lambda folder: edit(folder, lambda manifest: manifest["files"].pop(ADAPTER_CONFIG)),
-        f"has no {ADAPTER_CONFIG}",
-    ),
-    "another version's number": (
-        lambda folder: edit(folder, lambda manifest: manifest.update(version=8)),
-        "holds version 8",
-    ),
-    "no LoRA": (config(r="4"), "describes no LoRA: r: Input should be a valid integer"),
-    "an endless rank": (config(r=2**15), "the adapter is larger than the model"),
-    "DoRA": (config(use_dora=True), "has use_dora=True: expected False"),
-    "rsLoRA": (config(use_rslora=True), "has use_rslora=True: expected False"),
-    "ranks of layers": (config(rank_pattern={"q_proj": 8}), "has rank_pattern="),
-    "changed first weights": (config(init_lora_weights="pissa"), "has init_lora_weights=pissa"),
-    "an unknown option": (config(of_next_year=3), "has of_next_year=3: expected None"),
-    "the head": (config(target_modules=["lm_head"]), "'lm_head' is the output head"),
-    "unknown targets": (config(target_modules=["qkv"]), "no module is called 'qkv'"),
-    "fewer targets": (
-        config(target_modules=["q_proj"]),
-        "lora_A.weight' is float32 of .* in the folder and absent in",
-    ),
-    "another rank": (config(r=2), r"is float32 of shape \[4, .*\] in the folder and float32 of shape \[2, "),
-    "a matrix is missing": (tensors(lambda stored: stored.pop(TENSOR)), "is absent in the folder"),
-    "a matrix too many": (tensors(lambda stored: stored.update(more=torch.zeros(1))), "'more' is float32"),
-    "not finite": (tensors(lambda stored: stored[TENSOR].fill_(torch.inf)), "has values that are NaN or infinite"),
-    "half precision": (tensors(lambda stored: stored.update({TENSOR: stored[TENSOR].half()})), "is float16 of shape"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -181,13 +142,13 @@ def updates() -> WeightUpdates:
 
 
 @pytest.mark.parametrize("has_adapter", [False, True])
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize(("call", "message"), refused_calls("published adapters"))
 def test_an_adapter_is_refused_and_the_next_one_is_loaded(
-    updates: WeightUpdates, published: Path, tmp_path: Path, kind: str, has_adapter: bool
+    updates: WeightUpdates, published: Path, tmp_path: Path, call: str, message: str, has_adapter: bool
 ) -> None:
     if has_adapter:
         load(updates, published, "7")
-    make, message = REFUSED[kind]
+    make = eval(call)
     target = version_folder(tmp_path, 7)
     shutil.copytree(published, target)
     make(target)

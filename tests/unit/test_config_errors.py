@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.config_cases import MISTAKES, failure, load, overrides_of, yaml_file
+from kit.config_cases import MISTAKES, failure, load, overrides_of, refused_calls, yaml_file
 from pydantic import ValidationError
 
 from stillhouse.config import ConfigError, MissingKeyError, TrainConfig, load_config, read_config
@@ -68,22 +68,9 @@ def test_missing_keys_say_what_to_give() -> None:
     assert "out: required, but not given; expected: text, such as runs/qwen3" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"seed: 1\nout: a\nseed: 2\n", ':3: not valid YAML: found duplicate key "seed"'),
-        (b"out: a\ntrain: {steps: 1\nseed: 1\n", ":3: not valid YAML: while parsing a flow mapping"),
-        (b"out: a\nseed: b: c\n", ":2: not valid YAML: mapping values are not allowed here"),
-        (b"out: a\n\tseed: 1\n", ":2: not valid YAML"),
-        (b"out: a\nseed: \x07\n", ":2: not valid YAML: unacceptable character"),
-        (b"out: !!python/object:os.system x\n", ":1: not valid YAML: could not determine a constructor"),
-        (b"- a\n", ": got a list, expected sections"),
-        (b"just words\n", ": got a str, expected sections"),
-        (b"out: caf\xe9", ": not UTF-8 text"),
-        (None, ": cannot read the configuration: No such file"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None, message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("files of configurations"))
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, call: str, message: str) -> None:
+    content = eval(call)
     path = tmp_path / "run.yaml"
     if content is not None:
         path.write_bytes(content)
@@ -91,17 +78,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | No
     assert "Is a directory" in str(failure(file=tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("file", "override", "message"),
-    [
-        ("train: 5", "train.steps=3", "train: got 5; expected: a section"),
-        ("train: {epochs: 3, steps: 30}", "seed=1", "train.steps: "),
-        ("", "train.betas=[0.9", "override 'train.betas=[0.9': not valid YAML"),
-        ("", "train.steps", "override 'train.steps': expected key=value"),
-        *(("", f"train.learning_rate={null}", "train.learning_rate: ") for null in ("null", "~", "")),
-    ],
-)
-def test_a_mistake_in_file_and_overrides(tmp_path: Path, file: str, override: str, message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("files and overrides"))
+def test_a_mistake_in_file_and_overrides(tmp_path: Path, call: str, message: str) -> None:
+    file, override = eval(call)
     assert str(failure(override, file=yaml_file(tmp_path, file))).startswith(message)
 
 

@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 import click
 import pytest
-from kit.config_cases import failure, load, yaml_file
+from kit.config_cases import failure, load, refused_calls, yaml_file
 from kit.pages import code_blocks
 from ruamel.yaml import YAML
 
@@ -100,20 +100,9 @@ def test_an_error_about_a_loss_of_another_tool(problem: str, words: str | None) 
     assert loss_hint(problem) == "" if words is None else re.match(words, loss_hint(problem))
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("--learning-rate", "; an override has no dashes: train.learning_rate=..."),
-        ("--learning_rate", "; an override has no dashes: train.learning_rate=..."),
-        ("--train.steps", "; an override has no dashes: train.steps=..."),
-        ("--lr", "; lr is train.learning_rate here; write key=value, without dashes"),
-        ("--micro-batch", "; did you mean the override train.micro_batch_tokens=..."),
-        ("--output_dir", "; output_dir of TRL, ms-swift and axolotl is the key out here"),
-        ("--foo", ""),
-        ("--verbose", ""),
-    ],
-)
-def test_an_option_that_is_a_key(option: str, words: str) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("options of the command line"))
+def test_an_option_that_is_a_key(call: str, words: str) -> None:
+    option = eval(call)
     hint = override_hint(option, RunConfig)
     assert hint.startswith(words)
     assert bool(hint) == bool(words)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.config_cases import refused_calls
 from kit.documents import ANSWER, EOS, QUESTION, load_records
 from kit.toy_tokenizer import toy_tokenizer
 
@@ -110,24 +111,9 @@ def test_bad_records_stop_with_file_and_line_or_are_counted(tmp_path: Path) -> N
     assert json.loads(json.dumps(asdict(report)))["skipped"] == 11
 
 
-@pytest.mark.parametrize(
-    ("records", "options", "message"),
-    [
-        ([{"question": "a"}] * 2, {}, r"train\.jsonl:1: no usable columns: found question"),
-        ([{"question": "a"}] * 2, {"on_error": "skip"}, r"train\.jsonl:1: no usable columns: found question"),
-        (["", ""], {}, r"train\.jsonl: the dataset is empty"),
-        (["{", "{"], {"on_error": "skip"}, r"(?s)of 2 records 2 were skipped\n.*:1: not valid.*:2: not valid"),
-        (
-            [{"prompt": "0" * 9, "completion": "1"}],
-            {"max_tokens": 4},
-            r"1 have no token to predict .*max_tokens=4; 1 were cut at this limit",
-        ),
-        (numbered(1), {"max_tokens": 1}, "max_tokens must be at least 2"),
-    ],
-)
-def test_datasets_without_a_document_say_why(
-    tmp_path: Path, records: list[Any], options: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("datasets without a document"))
+def test_datasets_without_a_document_say_why(tmp_path: Path, call: str, message: str) -> None:
+    records, options = eval(call)
     with pytest.raises(ValueError, match=message):
         load_records(tmp_path, records, **options)
 

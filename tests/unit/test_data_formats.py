@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pyarrow
 import pytest
+from kit.config_cases import refused_calls
 
 from stillhouse.data import DataError, read_records
 
@@ -66,21 +67,9 @@ def test_lines_of_an_array(tmp_path: Path) -> None:
 ARRAY = "not a readable JSON array, from this record on: "
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "line", "reason"),
-    [
-        ("csv", 'text\na\n"b\nc\n', 3, "not valid CSV: unexpected end of data"),
-        ("csv", 'text\n"a"b\n', 2, "not valid CSV: ',' expected after '\"'"),
-        ("csv", "text,text\na,b\n", 1, "the header names the column 'text' twice"),
-        *(
-            ("json", f"\n{text}", 2, ARRAY)
-            for text in ('[{"a": 1}', "[", '[{"a": 1},]', '[{"a": 1} {"a": 2}]', '[{"a": 1}] x', '[{"a": }]')
-        ),
-    ],
-)
-def test_damage_behind_which_no_record_can_be_found_stops_the_reading(
-    tmp_path: Path, kind: str, text: str, line: int, reason: str
-) -> None:
+@pytest.mark.parametrize(("call", "reason"), refused_calls("damaged files of records"))
+def test_damage_behind_which_no_record_can_be_found_stops_the_reading(tmp_path: Path, call: str, reason: str) -> None:
+    kind, text, line = eval(call)
     path = tmp_path / f"a.{kind}"
     path.write_text(text)
     with pytest.raises(DataError) as error:

@@ -1,7 +1,6 @@
 """Packing, the order of training and labels; a model gives the same results for packed and separate documents."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.causal_families import build as build_causal
+from kit.config_cases import refused_calls
 from kit.documents import random_documents
 
 from stillhouse.data import MicroBatch, PackedSequences, StepMicroBatches, make_micro_batch
@@ -125,16 +125,9 @@ def test_everything_per_token_is_cut_and_padded_by_one_rule() -> None:
     assert padded.position_ids_BS[:, 4:].tolist() == [[0, 1, 0, 1], [4, 5, 0, 1], [4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"labels_T": torch.zeros(11)}, "labels_T of a micro-batch has 11 rows: expected 2 × 6"),
-        ({"per_token": {"advantages_T": torch.zeros(24)}}, "advantages_T .* has 24 rows: expected 2 × 6"),
-        ({"teacher_inputs": {"input_ids": torch.zeros(2, 7)}}, r"input_ids .* has shape \(2, 7\): expected"),
-        ({"teacher_inputs": {"input_ids": torch.zeros(2, 6)}}, "position_ids of a micro-batch has shape None"),
-    ],
-)
-def test_tensors_of_other_rows_are_refused(change: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("micro-batches"))
+def test_tensors_of_other_rows_are_refused(call: str, message: str) -> None:
+    change = eval(call)
     with pytest.raises(ValueError, match=message):
         replace(odd_micro_batch(), **change)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.config_cases import refused_calls
 from kit.documents import ANSWER, BOS, EOS, QUESTION, load_records, plain
 from kit.toy_tokenizer import PLAIN_TEMPLATE, toy_tokenizer
 
@@ -134,20 +135,9 @@ def test_a_template_is_filled_with_the_records_values(tmp_path: Path, template: 
     assert prefix_of(documents) == plain(tokenizer, text)
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{answer.__class__}", r"has {answer\.__class__}, which is not the name of a column"),
-        ("{answer[0]}", r"has {answer\[0\]}, which"),
-        ("{answer!r}", "has {answer!r}, which"),
-        ("{answer:>9}", "has {answer:>9}, which"),
-        ("{answer:{width}}", "has {answer:{width}}, which"),
-        ("{}", "has {}, which"),
-        ("{answer", r"cannot be read \(expected '}' before end of string\)"),
-        ("answer}", "cannot be read"),
-    ],
-)
-def test_nothing_else_of_format_strings_is_allowed(tmp_path: Path, template: str, reason: str) -> None:
+@pytest.mark.parametrize(("call", "reason"), refused_calls("templates of prefixes"))
+def test_nothing_else_of_format_strings_is_allowed(tmp_path: Path, call: str, reason: str) -> None:
+    template = eval(call)
     with pytest.raises(ValueError, match=reason) as caught:
         load_records(tmp_path, [STRINGS], prefixes={"math": template})
     assert str(caught.value).startswith(f"the prefix of teacher 'math' {template!r} ")
@@ -155,27 +145,11 @@ def test_nothing_else_of_format_strings_is_allowed(tmp_path: Path, template: str
 
 
 WRONG = "'answer' must be a string, a finite number or a boolean, got"
-#: what is changed in a good record (...: left out), and the reason that is given
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"subject": ...}, "column 'subject' is missing (found answer, completion, prompt)"),
-    ({"subject": None}, "column 'subject' is null; expected a value in every record"),
-    ({"answer": ...}, "the prefix of teacher 'one': column 'answer' is missing (found completion, prompt, subject)"),
-    ({"answer": None}, f"the prefix of teacher 'one': {WRONG} null"),
-    ({"answer": ["four"]}, f"the prefix of teacher 'one': {WRONG} a list (['four'])"),
-    ({"answer": float("nan")}, f"the prefix of teacher 'one': {WRONG} a number (nan)"),
-    ({"answer": "\ud800"}, "the prefix of teacher 'one': it contains half of a surrogate pair at character 22"),
-    (
-        {"answer": "0" * 4_000_000},
-        "the prefix of teacher 'one': it has 4,000,023 characters; expected at most 4,000,000",
-    ),
-    ({"answer": "0" * 60}, "the prefix of teacher 'one' has 78 tokens, so that fewer than 2 of max_tokens=64 are"),
-]
 
 
-@pytest.mark.parametrize(("change", "reason"), BAD)
-def test_a_record_without_what_is_needed_stops_with_file_and_line(
-    tmp_path: Path, change: dict[str, Any], reason: str
-) -> None:
+@pytest.mark.parametrize(("call", "reason"), refused_calls("records for prefixes"))
+def test_a_record_without_what_is_needed_stops_with_file_and_line(tmp_path: Path, call: str, reason: str) -> None:
+    change = eval(call)
     good = STRINGS | {"subject": "law"}
     options: dict[str, Any] = {"columns": ["subject"], "prefixes": {"none": "", "one": KNOWS}}
     bad = {name: value for name, value in (good | change).items() if value is not ...}

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.config_cases import refused_calls
 from kit.documents import ANSWER, BOS, QUESTION, load_records
 from kit.toy_tokenizer import PLAIN_TEMPLATE, Chat, toy_tokenizer
 
@@ -91,19 +92,9 @@ def test_the_same_records_are_held_out_as_of_whole_documents(tmp_path: Path) -> 
     assert prompts.keys_D.tolist() == documents.keys_D.tolist()
 
 
-@pytest.mark.parametrize(
-    ("record", "problem"),
-    [
-        ({"prompt": "two and two? " * 9}, "the prompt has .* tokens: expected at most 24, .* lower rollout.max_new"),
-        ({"prompt": 3}, "'prompt' must be a string"),
-        ({"messages": [ANSWER]}, "'messages' has only turns of the assistant"),
-        ({"text": "two and two?"}, "no usable columns: found text; expected one of 'prompt' or 'messages'"),
-        ({"prompt": "a", "messages": [QUESTION]}, "ambiguous columns"),
-    ],
-)
-def test_a_record_without_a_usable_prompt_is_refused_by_its_line(
-    tmp_path: Path, record: dict[str, Any], problem: str
-) -> None:
+@pytest.mark.parametrize(("call", "problem"), refused_calls("prompts"))
+def test_a_record_without_a_usable_prompt_is_refused_by_its_line(tmp_path: Path, call: str, problem: str) -> None:
+    record = eval(call)
     with pytest.raises(DataError, match=rf"train.jsonl:1: .*{problem}"):
         load_prompts(tmp_path, [record], max_tokens=24, chat="plain")
 

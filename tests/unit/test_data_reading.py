@@ -12,6 +12,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from kit.config_cases import refused_calls
 
 from stillhouse.data import NoSourceError, read_records
 from stillhouse.data.read.data_source import local_files
@@ -49,21 +50,9 @@ def test_json_lines_name_file_and_line(tmp_path: Path, content: bytes, by_line: 
     assert [(record.where, record.fields) for record in read_records(path)] == expected
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ('{"text": "a"', "not valid JSON: Expecting ',' delimiter at column 13; expected one object per line"),
-        ("[1, 2]", "expected a JSON object per line, got a list ([1, 2])"),
-        ('"a"', "expected a JSON object per line, got a string ('a')"),
-        ("null", "expected a JSON object per line, got null"),
-        (b'{"text": "\xff"}', "not UTF-8 text: byte 11 of the line is 0xff"),
-        ('{"n": ' + "1" * 5000 + "}", "not readable as JSON: "),
-        ("[" * 100_000, "not readable as JSON: "),
-        ('{"text": "a", "text": "b"}', "not readable as JSON: an object has the key 'text' twice"),
-        ('{"a": [{"b": 1, "c": 2, "b": 1}]}', "not readable as JSON: an object has the key 'b' twice"),
-    ],
-)
-def test_a_bad_line_is_handed_on_with_its_reason(tmp_path: Path, line: str | bytes, reason: str) -> None:
+@pytest.mark.parametrize(("call", "reason"), refused_calls("lines"))
+def test_a_bad_line_is_handed_on_with_its_reason(tmp_path: Path, call: str, reason: str) -> None:
+    line = eval(call)
     path = write_lines(tmp_path / "a.jsonl", {"text": "one"}, line, {"text": "three"})
     first, second, third = read_records(path)
     assert (first.problem, third.problem) == ("", "")
@@ -218,15 +207,9 @@ def test_configuration_and_split_choose_a_part() -> None:
 
 
 @pytest.mark.usefixtures("repository")
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("org/name@validation", r"Config name is missing.*\['de', 'en'\]"),
-        ("org/name:fr", r"BuilderConfig 'fr' not found.*\['de', 'en'\]"),
-        ("org/name:en@test", 'Unknown split "test"'),
-    ],
-)
-def test_a_part_that_is_not_there_is_an_error_that_names_what_was_given(source: str, reason: str) -> None:
+@pytest.mark.parametrize(("call", "reason"), refused_calls("parts of a hub's dataset"))
+def test_a_part_that_is_not_there_is_an_error_that_names_what_was_given(call: str, reason: str) -> None:
+    source = eval(call)
     with pytest.raises(ValueError, match=rf"(?s)^{source}: the hub's dataset .*{reason}"):
         read_records(source)
 
@@ -238,15 +221,10 @@ def test_a_local_path_is_never_taken_apart(tmp_path: Path) -> None:
     assert texts(odd) == texts(odd / "a:b@c.jsonl") == ["here"]
 
 
-@pytest.mark.parametrize(
-    ("raised", "message"),
-    [
-        (datasets.exceptions.DatasetNotFoundError("does not exist"), "no dataset on the hub: does not exist"),
-        (ConnectionError("unreachable"), "no dataset on the hub: unreachable"),
-        (ValueError("Unknown split"), r"expected org/name:configuration@split\): Unknown split"),
-    ],
-)
-def test_a_failing_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, raised: Exception, message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("errors of the hub"))
+def test_a_failing_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, call: str, message: str) -> None:
+    raised = eval(call)
+
     def load_dataset(*_: Any, **__: Any) -> datasets.Dataset:
         raise raised
 

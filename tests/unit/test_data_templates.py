@@ -261,17 +261,9 @@ def test_a_column_named_tools_beside_text_is_an_extra_column() -> None:
     assert one.ids.tolist() == other.ids.tolist()
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        (["id", "body"], "no usable columns: found body, id; expected 'messages', 'prompt' and 'completion'"),
-        (["prompt"], "prompts without completions: found prompt"),
-        ([], "no usable columns: found none"),
-        (["text", "messages"], "ambiguous columns: found messages, text; expected only one"),
-        (["messages"], "has no chat template"),
-    ],
-)
-def test_columns_of_no_or_several_forms(columns: list[str], message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("columns"))
+def test_columns_of_no_or_several_forms(call: str, message: str) -> None:
+    columns = eval(call)
     with pytest.raises(ValueError, match=message):
         template_for(dict.fromkeys(columns, "a"), toy_tokenizer(), "completion")
 

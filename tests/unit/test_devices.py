@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.config_cases import refused_calls
 from kit.runs import write_run
 
 from stillhouse.config import ConfigError
@@ -23,17 +24,9 @@ def test_auto_takes_cuda_then_mps_then_the_cpu(
     assert str(choose_device("auto")) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "processes", "message"),
-    [
-        ("mps", 1, "got mps, but this machine has no Apple GPU: expected auto or cpu"),
-        ("mps", 2, "got mps for 2 processes, which cannot share it"),
-        ("cuda", 1, "got cuda, but this machine has 0 CUDA devices: expected auto or cpu"),
-        ("cuda:3", 1, "got cuda:3, but this machine has 0 CUDA devices"),
-        ("cuda:0", 2, "got cuda:0 for 2 processes: expected cuda, which gives each process its own GPU"),
-    ],
-)
-def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str, processes: int, message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("devices"))
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, call: str, message: str) -> None:
+    name, processes = eval(call)
     replace_devices(monkeypatch, cuda=0, mps=False, processes=processes)
     with pytest.raises(ValueError, match=message):
         choose_device(name)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.config_cases import refused_calls
 
 from stillhouse.agents.environments import TextEnvironment
 from stillhouse.user_code.environment import Episode
@@ -204,30 +205,17 @@ def test_tools_without_state_do_not_get_earlier_turns_again() -> None:
     pool.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("NoStep", "a class without the method step: expected a class with reset(prompt, record)"),
-        ("Asks", "a class, which takes (name): expected no required arguments"),
-        ("Two", "Two.step', which takes (self, turn, state): expected a function(self, turn)"),
-    ],
-)
-def test_a_class_that_cannot_be_used(name: str, words: str) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("classes of environments"))
+def test_a_class_that_cannot_be_used(call: str, words: str) -> None:
+    name = eval(call)
     with pytest.raises(ValueError, match=rf"^got 'episode_games:{name}") as raised:
         load_function(ENVIRONMENT, f"episode_games:{name}")
     assert words in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("Random", "expected an environment that depends only on its arguments"),
-        ("Opens", "Opens.reset gives 'Hello' for the completion 'hi' of a:1: expected None"),
-        ("Number", "Number gives 3 for the completion 'hi' of a:1: expected a text, or None at the end"),
-        ("Scores", "Scores.reward gives '3' for the completion 'hi' of a:1: expected a finite number"),
-    ],
-)
-def test_an_environment_that_gives_something_else(tmp_path: Path, name: str, words: str) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("environments"))
+def test_an_environment_that_gives_something_else(tmp_path: Path, call: str, words: str) -> None:
+    name = eval(call)
     environment = TextEnvironment.answer(f"episode_games:{name}", is_limited=False)
     episode = Episode(1, ("one", "hi"), ("Go | one" if name == "Scores" else "",), name == "Scores")
     with pytest.raises(ValueError, match=r"^rollout\.environment: episode_games:") as raised:

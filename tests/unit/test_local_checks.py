@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from kit.config_cases import refused_calls
 
 from stillhouse.config import load_config
 from stillhouse.run.local_checks import check_local
@@ -137,19 +138,11 @@ def test_a_function_is_looked_for_in_the_text_of_its_module(folder: Path, text: 
 
 
 @pytest.mark.parametrize("file", ["part.py", "__init__.py"])
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("def f(:", "SyntaxError: invalid syntax "),
-        ("return f", "SyntaxError: 'return' outside function "),
-        ("def f(a, a): ...", "SyntaxError: duplicate argument 'a' in function definition "),
-        ("if f:\nf()", "IndentationError: expected an indented block after 'if' statement "),
-        ("# coding: utf-9\nf = 1", "SyntaxError: unknown encoding: utf-9 "),
-    ],
-)
+@pytest.mark.parametrize(("call", "problem"), refused_calls("modules that are no Python"))
 def test_a_module_that_is_no_python_is_named_as_its_import_names_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str, problem: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, file: str, call: str, problem: str
 ) -> None:
+    text = eval(call)
     monkeypatch.delitem(sys.modules, "broken", raising=False)
     (folder / "broken").mkdir()
     (folder / "broken" / "part.py").write_text("def f(a): ...")

@@ -1,6 +1,7 @@
 """`parallel.megatron`: what is passed on to Megatron-Core, and what is refused by its key."""
 
 import pytest
+from kit.config_cases import refused_calls
 
 pytest.importorskip("megatron.core")
 
@@ -44,17 +45,9 @@ def test_what_the_model_the_loss_or_another_key_determines_is_refused(name: str)
         split_options({name: 1})
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("recompute_granularity", "all", "input should be 'full' or 'selective'"),
-        ("recompute_num_layers", "two", "input should be a valid integer"),
-        ("recompute_modules", "core_attn", "input should be a valid list"),
-        ("overlap_grad_reduce", "yes", "input should be a valid boolean"),
-        ("bucket_size", 1e6, "input should be a valid integer"),
-    ],
-)
-def test_a_value_of_another_type_is_refused(name: str, value: object, expected: str) -> None:
+@pytest.mark.parametrize(("call", "expected"), refused_calls("options of Megatron"))
+def test_a_value_of_another_type_is_refused(call: str, expected: str) -> None:
+    name, value = eval(call)
     with pytest.raises(ValueError, match=rf"^parallel\.megatron\.{name}={value!r}: {expected}"):
         split_options({name: value})
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.config_cases import refused_calls
 from kit.documents import documents_of_length
 from transformers import AutoConfig
 
@@ -161,20 +162,9 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     return {"student": {"model": model}, "teacher": {"model": model}, "data": data, "out": "runs/a"}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["teacher.url=http://127.0.0.1:1"], "teacher.url"),
-        (["teacher.cache=caches/a", "teacher.model=null"], "teacher.cache"),
-        (["teacher.quantize=int8"], "teacher.quantize"),
-        (["teacher.parallel.fsdp=64"], "teacher.parallel"),
-        (["teacher=null", "teachers.math.model=a", "teachers.code.model=b"], "teachers"),
-        (["student.model=./no such model"], "student.model"),
-        (["train.compile=true"], "train.compile"),
-        (["parallel.engine=megatron"], "parallel.engine"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused_by_its_key(tmp_path: Path, overrides: list[str], key: str) -> None:
+@pytest.mark.parametrize(("call", "key"), refused_calls("plans"))
+def test_what_cannot_be_planned_is_refused_by_its_key(tmp_path: Path, call: str, key: str) -> None:
+    overrides = eval(call)
     config = load_config(None, overrides, settings=settings(tmp_path))
     with pytest.raises(ConfigError) as error:
         planned_job(config, Machine(64, 8, "h100"), 512)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from kit.add_ons import write_distribution
+from kit.config_cases import refused_calls
 from kit.runs import ROOT
 
 from benchmarks import gpu
@@ -47,22 +48,9 @@ def test_info_lists_all_add_ons_with_their_distributions(tmp_path: Path) -> None
             assert any(line.startswith(f"  {name:<18} stillhouse {point.dist.version}") for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("groups", "modules", "error"),
-    [
-        (
-            {"stillhouse.trackers": {"wandb": "curves:Csv"}},
-            CURVES,
-            r"add-on 1\.0 \(curves:Csv\) and stillhouse \S+ \(.*:Wandb\) both register 'wandb' in "
-            r"stillhouse\.trackers: uninstall one of them",
-        ),
-        (CSV, {}, r"add-on 1\.0 registers 'csv' in stillhouse\.trackers as curves:Csv: No module named 'curves'"),
-        (CSV, {"curves.py": ""}, r"add-on 1\.0 registers 'csv' .* has no attribute 'Csv'"),
-    ],
-)
-def test_add_ons_that_clash_or_are_damaged_are_named(
-    tmp_path: Path, groups: dict[str, dict[str, str]], modules: dict[str, str], error: str
-) -> None:
+@pytest.mark.parametrize(("call", "error"), refused_calls("add-ons"))
+def test_add_ons_that_clash_or_are_damaged_are_named(tmp_path: Path, call: str, error: str) -> None:
+    groups, modules = eval(call)
     write_distribution(tmp_path, groups, modules, "add-on")
     failed = run_python("from stillhouse.registry import load_all\nload_all('stillhouse.trackers')", tmp_path, ROOT)
     assert re.search(f"^ValueError: {error}$", failed.stderr, re.MULTILINE), failed.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from kit.config_cases import refused_calls
 from kit.report_runs import Page, make_run
 
 from stillhouse.cli import cli
@@ -116,15 +117,9 @@ def test_a_section_that_only_one_run_has_is_compared_once(tmp_path: Path) -> Non
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["b"], "got 2 runs, expected one; --compare"),
-        (["--watch", "--out", "a.html"], "--watch writes no file"),
-        (["--port", "3"], "--port has an effect only with --watch"),
-    ],
-)
-def test_options_that_do_not_fit(run_dir: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("options of report"))
+def test_options_that_do_not_fit(run_dir: Path, tmp_path: Path, call: str, message: str) -> None:
+    arguments = eval(call)
     (tmp_path / "b").mkdir()
     arguments = [str(tmp_path / "b") if argument == "b" else argument for argument in arguments]
     result = CliRunner().invoke(cli, ["report", str(run_dir), *arguments])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from kit import first_is_quick
+from kit.config_cases import refused_calls
 from kit.on_policy_runs import write_on_policy_run
 from kit.runs import wait_for
 from kit.stub_servers import StubServer, stub_server
@@ -137,30 +138,9 @@ BEFORE, AMONG = "before the temperature, and the temperature is", "among the tok
 TIED = {"is_tied": True}
 
 
-@pytest.mark.parametrize(
-    ("options", "sampling", "api", "message"),
-    [
-        ({}, Sampling(8, temperature=0.7), {}, f"{BEFORE} 0.7"),
-        ({"processed": True}, Sampling(8, top_k=5), {}, AMONG),
-        ({"processed": True}, Sampling(8, temperature=0.7, top_p=0.9), {}, AMONG),
-        ({}, Sampling(8, temperature=0.7, min_p=0.1), {}, BEFORE),
-        ({}, Sampling(8), {}, ""),
-        ({"processed": True}, Sampling(8), {}, ""),
-        ({}, Sampling(8, top_k=5), {}, ""),
-        ({"processed": True}, Sampling(8, temperature=1.5), {}, ""),
-        ({"processed": True}, Sampling(8, temperature=0.3), {}, ""),
-        ({"processed": True}, Sampling(8, temperature=2.0), {}, ""),
-        ({}, Sampling(8, temperature=2.0), {}, f"{BEFORE} 2"),
-        ({}, Sampling(8, temperature=0.0), {}, ""),
-        ({"after_temperature": True}, Sampling(8, temperature=0.7, top_k=5), {}, ""),
-        ({"device": "cpu"}, Sampling(8), TIED, "is a vLLM on a CPU.*does not update an output head"),
-        ({"device": "cuda"}, Sampling(8), TIED, ""),
-        ({"device": None}, Sampling(8), TIED, "report"),
-    ],
-)
-def test_a_vllm_that_gives_other_log_probabilities_is_refused(
-    student: Student, options: dict[str, Any], sampling: Sampling, api: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("engines that generate"))
+def test_a_vllm_that_gives_other_log_probabilities_is_refused(student: Student, call: str, message: str) -> None:
+    options, sampling, api = eval(call)
     with stub_server(Vllm, student.folder / "model", **options) as server:
         if message:
             with pytest.raises(ValueError, match=message):

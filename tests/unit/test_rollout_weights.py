@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kit import loading_memory
+from kit.config_cases import refused_calls
 from kit.families import build
 from kit.loading_memory import growth_under, publish_under, read_manifest
 from kit.shard_ranks import RankPool, on_ranks
@@ -170,28 +171,10 @@ def edited(**values: Any) -> Callable[[bytes], bytes]:
     return lambda content: json.dumps(json.loads(content) | values).encode()
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        (MANIFEST, None, r"is no complete version of the weights: it has no manifest\.json"),
-        (MANIFEST, lambda content: content[:-30], r"manifest\.json is damaged"),
-        (MANIFEST, edited(complete=False), "is damaged"),
-        (MANIFEST, edited(version="1"), "is damaged"),
-        (MANIFEST, edited(more=1), "is damaged"),
-        (MANIFEST, edited(files={}), "has other files with tensors"),
-        ("{first}", None, "lacks the file {first}"),
-        (
-            "{first}",
-            lambda content: content[:-1] + bytes([content[-1] ^ 1]),
-            "{first} does not have its published content",
-        ),
-        ("other.safetensors", lambda content: b"", "has other files with tensors"),  # an engine would read it, too
-    ],
-)
-def test_a_folder_that_is_not_what_was_published_is_refused(
-    tmp_path: Path, name: str, change: Callable[[bytes], bytes] | None, message: str
-) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("published folders"))
+def test_a_folder_that_is_not_what_was_published_is_refused(tmp_path: Path, call: str, message: str) -> None:
     """change: of the content of a file; None: the file is lost."""
+    name, change = eval(call)
     runner = single_process_runner(Decoder(build("llama")), None)
     folder = publish(runner, tmp_path / "weights", 1, bucket_bytes=40_000)
     first = min(folder.glob("*.safetensors")).name

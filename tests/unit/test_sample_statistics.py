@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.config_cases import refused_calls
 from kit.on_policy_runs import one_source_plan
 
 from stillhouse.config import RolloutConfig
@@ -58,35 +59,9 @@ def test_samples_jsonl_has_all_completions_of_some_prompts() -> None:
     assert shown_numbers([], PLAN, 1, 4) == []
 
 
-@pytest.mark.parametrize(
-    ("rollout", "samples", "words"),
-    [
-        (
-            TOOLS,
-            [sample(0), sample(1, finish="length")],
-            "none of the 10 completions of the last 5 steps has called one of rollout.tools (5 of them are cut at",
-        ),
-        (
-            GAME,
-            [sample(0), sample(1)],
-            "none of the 10 completions of the last 5 steps has had a reply of rollout.env",
-        ),
-        (RolloutConfig(), [sample(0, finish="length")] * 2, "all 10 completions of the last 5 steps are cut at"),
-        (
-            RolloutConfig(reward="a:f"),
-            [sample(number, reward=0.5) for number in range(4)],
-            "in the last 5 steps, all completions of a prompt had the same reward, on average 0.5 in the last step",
-        ),
-        (RolloutConfig(reward="a:f"), [sample(number, reward=8e6 + number % 2) for number in range(4)], ""),
-        (TOOLS, [sample(0), sample(1, (0, -1, 0), tool_calls=1)], ""),
-        (GAME, [sample(0), sample(1, (0, -1, 0))], ""),
-        (RolloutConfig(), [sample(0), sample(1, finish="length")], ""),
-    ],
-    ids=range(8),
-)
-def test_a_warning_comes_once_after_some_steps(
-    capsys: pytest.CaptureFixture[str], rollout: RolloutConfig, samples: list[Sample], words: str
-) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("warnings of samples"))
+def test_a_warning_comes_once_after_some_steps(capsys: pytest.CaptureFixture[str], call: str, words: str) -> None:
+    rollout, samples = eval(call)
     warnings = RolloutWarnings(PLAN, [rollout])
     cut = sum(one.completion.finish == "length" for one in samples) / len(samples)
     metrics = {"rollout/completion_tokens": 2.0, "rollout/truncated": cut, "rollout/reward": 0.5}

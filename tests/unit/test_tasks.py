@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kit.config_cases import load
+from kit.config_cases import load, refused_calls
 from kit.toy_tokenizer import toy_tokenizer
 
 from benchmarks.task_models import character_tokenizer, new_model
@@ -88,21 +88,9 @@ def test_the_reward_is_one_for_the_answer_alone(completion: str, reward: float) 
         assert exact_match("3+14-5=", completion, record) == reward
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("sum", "got task 'sum', expected one of sums, reversal, brackets"),
-        ("sums(", r"got task 'sums\(', expected a name, or a name with lengths"),
-        ("sums()", "got lengths '' for task sums, expected shortest:longest"),
-        ("sums(3)", "got lengths '3' for task sums"),
-        ("sums(-2:3)", "got lengths '-2:3'"),
-        ("sums(4:2)", "got lengths 4:2 for task sums, expected a range from 2 to 256"),
-        ("sums(1:4)", "got lengths 1:4"),
-        ("brackets(2:257)", "got lengths 2:257"),
-        ("nosuch(2:4)", "got task 'nosuch'"),
-    ],
-)
-def test_a_wrong_task_is_refused(text: str, message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("tasks"))
+def test_a_wrong_task_is_refused(call: str, message: str) -> None:
+    text = eval(call)
     with pytest.raises(ValueError, match=message):
         TaskSpec.parse(text)
     with pytest.raises(ConfigError, match=f"eval.tasks: {message}"):
@@ -132,33 +120,11 @@ def test_the_file_is_training_data(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "50 problems" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        ("task sum --count 5 --out x", 2, "'sum' is not one of 'sums', 'reversal', 'brackets'"),
-        ("task sums --count 0 --out x", 2, "0 is not in the range x>=1"),
-        ("task sums --out x", 2, "Missing option '--count'"),
-        ("task sums --count 5 --seed 4294967296 --out x", 2, "is not in the range"),
-        ("task sums --count 5 --lengths 2-4 --out x", 1, "got lengths '2-4' for task sums"),
-        ("task sums --count 5 --out no/x", 1, "no is not a folder: expected an existing folder for x"),
-        (
-            "task sums --count 5 --out a.parquet",
-            1,
-            "got --out a.parquet for task sums: expected the name of a JSONL file",
-        ),
-        ("task sums --count 5 --out mine", 1, "mine exists: expected the name of a new file"),
-        ("evaluate . --tasks ,", 2, "--tasks names no task"),
-        ("evaluate nowhere --tasks x", 2, "Directory 'nowhere' does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), refused_calls("commands of tasks"))
 def test_wrong_calls(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: str,
-    code: int,
-    message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: str, message: str
 ) -> None:
+    arguments, code = eval(call)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").write_text("mine")
     assert cli.run(arguments.split()) == code

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from kit import first_is_quick
+from kit.config_cases import refused_calls
 from kit.faulty_proxy import proxy_to
 from kit.runs import save_model, session_of, write_run
 from kit.stub_servers import StubHandler, StubModel, StubServer, busy, reset, stub_server
@@ -155,42 +156,9 @@ def test_wrong_scores_of_chosen_ids_are_refused(
         session_of(folder, cached=True, **settings | CHOSEN)
 
 
-#: without teacher.model, unless the case names it: the options of the server, settings and the message
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a temperature that the engine ignores": (
-        {},
-        TOP_K | {"objective.temperature": 2.0},
-        "gives top_k only at temperature 1, whatever it is asked for; the objective has temperature 2",
-    ),
-    "a cap below K": ({}, {"teacher.signal": "top_k", "teacher.top_k": 65}, "greater than max allowed: 64"),
-    "hidden states without the head": ({}, {}, "teacher.model: is missing: the signal hidden from vllm needs"),
-    "samples": (
-        {},
-        {"teacher.signal": "sampled"},
-        "(vllm) cannot give the signal sampled: expected chosen or hidden or",
-    ),
-    "chosen ids without the size of the vocabulary": (
-        {},
-        CHOSEN,
-        "teacher.model: is missing: the signal chosen from vllm needs",
-    ),
-    "a vllm that scores no chosen ids": (
-        {"scores_ids": False},
-        CHOSEN | {"teacher.model": "teacher"},
-        "requires the V2 model runner",
-    ),
-    "another engine than is said": ({}, {"teacher.api": "stillhouse"}, "/v1/info answers 404"),
-    "an engine without a tokenizer and without the model": (
-        {"tokenizes": False},
-        TOP_K,
-        "does not report its tokenizer",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", list(REFUSED))
-def test_what_vllm_cannot_give_is_refused(folder: Path, case: str) -> None:
-    options, settings, message = REFUSED[case]
+@pytest.mark.parametrize(("call", "message"), refused_calls("engines of teachers"))
+def test_what_vllm_cannot_give_is_refused(folder: Path, call: str, message: str) -> None:
+    options, settings = eval(call)
     if "teacher.model" in settings:
         settings = settings | {"teacher.model": str(folder / "teacher")}
     with (

@@ -9,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from datasets import Dataset, Features, Json, List, Value
+from kit.config_cases import refused_calls
 from kit.documents import load_records
 from kit.toy_tokenizer import toy_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -112,16 +113,9 @@ def test_a_template_for_strings_keeps_the_users_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["function", "bare", "function_call"])
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("{'a': 1}", "Expecting property name"),
-        ("[1]", "it is a list"),
-        ('"{}"', "it is a string"),
-        ('{"a": 1, "a": 2}', "an object has the key 'a' twice"),
-    ],
-)
-def test_text_that_is_no_json_object_is_refused(tmp_path: Path, form: str, text: str, reason: str) -> None:
+@pytest.mark.parametrize(("call", "reason"), refused_calls("arguments of calls"))
+def test_text_that_is_no_json_object_is_refused(tmp_path: Path, form: str, call: str, reason: str) -> None:
+    text = eval(call)
     good, bad = ({"messages": [USER, message]} for message in (calls("{}"), calls(text, form)))
     message = (
         r"train\.jsonl:2: 'arguments' of call 1 of message 2 of 'messages' is a string, but not the JSON of an object"

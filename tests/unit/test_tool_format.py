@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import slow
+from kit.config_cases import refused_calls
 from kit.on_policy_runs import episodic
 from kit.template_messages import HARMONY, HERMES, LLAMA, TEMPLATES, XML, add, echo, find, tool_tokenizer
 from transformers.utils import get_json_schema
@@ -50,34 +51,9 @@ def test_templates_of_families(name: str) -> None:
             ToolFormat(tokenizer, SCHEMAS)
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (HERMES.replace("tool_call>", "call>"), "is parsed as [], and none of the 7 formats parses all calls"),
-        (
-            HERMES.replace("call.function.arguments | tojson", "'{}'"),
-            "does not write a call of 'add' with its argument",
-        ),
-        (HERMES.replace("tojson + '}'", "tojson | replace('12', '13') + '}'"), "'a': -13"),
-        (HERMES.replace("+ message.content +", "+ 'hidden' +"), "does not write the replies of tools after"),
-        (
-            HERMES.replace("{{ '\n</tool_call>' }}", "{{ '\n</tool_call>' }}{{ ' ' if messages | length > 2 }}"),
-            "if a reply fol",
-        ),
-        (
-            HERMES.replace(
-                "{% if add_generation_prompt %}", "{% if add_generation_prompt and messages | length < 3 %}"
-            ),
-            "after a reply, and not with its generation prompt",
-        ),
-        (
-            HERMES.replace("{{ '<|im_end|>\n' }}{% endif %}{% endfor %}", "{{ '.\n' }}{% endif %}{% endfor %}"),
-            "a special token at its end",
-        ),
-    ],
-    ids=range(7),
-)
-def test_a_template_that_is_not_proven_is_refused(template: str, words: str) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("templates of calls"))
+def test_a_template_that_is_not_proven_is_refused(call: str, words: str) -> None:
+    template = eval(call)
     with pytest.raises(ValueError, match=r"expected a data.chat_template whose tool calls can be parsed") as raised:
         ToolFormat(tool_tokenizer(template), SCHEMAS)
     assert words in str(raised.value)
@@ -206,23 +182,9 @@ def call_of(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (call_of("add", '{"a": 2, "b": 2}'), "4"),
-        (call_of("echo", '{"text": "hi"}'), "hi"),
-        (call_of("add", '{"a": 2, "c": 2}'), "Error: TypeError: add() got an unexpected keyword argument 'c'"),
-        (call_of("add", '{"a": [2]}'), "Error: TypeError: can only concatenate list"),
-        (call_of("sub", "{}"), "Error: there is no tool 'sub': expected add, echo"),
-        (call_of("echo", r'{"text": "\ud800"}'), "?"),
-        (
-            "<tool_call>{</tool_call>",
-            "Error: the call cannot be parsed (json parser could not parse region as JSON.)",
-        ),
-    ],
-    ids=range(7),
-)
+@pytest.mark.parametrize(("call", "text"), refused_calls("calls of tools"))
 def test_an_error_is_the_reply(call: str, text: str) -> None:
+    call = eval(call)
     replies, tokenizer = replies_of("add", "echo")
     reply = reply_to(replies, tokenizer, f"{call}<|im_end|>")
     assert [shown.startswith(text) for shown in reply.content] == [True], reply.content
@@ -274,15 +236,9 @@ def test_tools_with_state_get_their_calls_again() -> None:
     assert reply_to(other, tokenizer, *turns, before=(first, second)).content == ['["a", "b", "c"]']
 
 
-@pytest.mark.parametrize(
-    ("paths", "words"),
-    [
-        (["kit.template_messages:add", "kit.template_messages:add"], "another tool has the same name"),
-        (["kit.template_messages:none"], "has no function 'none'"),
-        (["kit.template_messages:Any"], ""),
-    ],
-)
-def test_tools_that_cannot_be_used(paths: list[str], words: str) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("tools"))
+def test_tools_that_cannot_be_used(call: str, words: str) -> None:
+    paths = eval(call)
     with pytest.raises(ValueError, match=r"^got 'kit.template_messages:") as raised:
         Tools(paths)
     assert words in str(raised.value)

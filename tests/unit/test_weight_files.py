@@ -9,6 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from kit.config_cases import refused_calls
 from kit.families import build
 from kit.loading_memory import LOADERS, loaded
 from kit.runs import save_model, session_of, write_run
@@ -121,18 +122,12 @@ def without_a_tensor(path: Path) -> None:
     save_file(tensors or {"x": Tensor(1)}, path, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (Path.unlink, "is missing, but config.json or the index of this folder names it"),
-        (cut, "is not a readable safetensors file"),
-        (without_a_tensor, "has no tensor '.*', which the index of this folder places there"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), refused_calls("files of weights"))
 @LOADERS
 def test_a_damaged_file_of_an_index_is_named(
-    tmp_path: Path, load: Callable[[Path], Decoder], damage: Callable[[Path], None], message: str
+    tmp_path: Path, load: Callable[[Path], Decoder], call: str, message: str
 ) -> None:
+    damage = eval(call)
     build("llama").save_pretrained(tmp_path, max_shard_size=SIZE)
     path = sorted(tmp_path.glob("*.safetensors"))[1]
     damage(path)

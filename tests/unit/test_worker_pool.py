@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from kit.add_ons import write_distribution
+from kit.config_cases import refused_calls
 from kit.runs import wait_for
 
 from stillhouse.user_code import function_calls, worker
@@ -107,26 +108,9 @@ def test_many_calls_run_at_once(pools: list[FunctionCalls]) -> None:
     assert time.monotonic() - started < 8 * 0.3
 
 
-@pytest.mark.parametrize(
-    ("name", "limits", "words"),
-    [
-        ("nan", {}, "gives nan for the completion ' 5' of train.jsonl:3: expected a finite number"),
-        ("raises", {}, "raises KeyboardInterrupt for the completion ' 5' of train.jsonl:3\n  File"),
-        ("ends", {}, "ends its process with exit code 3 for the completion ' 5' of train.jsonl:3; the call was rep"),
-        ("is_killed", {}, "lets its process end by SIGKILL for the completion ' 5' of train.jsonl:3; the call was"),
-        ("hangs", {"seconds": 0.5}, "does not return within 0.5 s, the value of rollout.worker_timeout, for the com"),
-        ("holds_the_lock", {"seconds": 0.5}, "does not return within 0.5 s"),
-        ("leaks", {"memory_gib": 0.5}, "raises MemoryError for the completion ' 5' of train.jsonl:3; the call was"),
-        (
-            "pid",
-            {"memory_gib": 0.001},
-            "exit code 79 (its limit is 0.001 GiB of memory) for the completion ' 5' of t",
-        ),
-    ],
-)
-def test_an_error_names_function_completion_and_line(
-    pools: list[FunctionCalls], name: str, limits: dict[str, float], words: str
-) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("rewards in workers"))
+def test_an_error_names_function_completion_and_line(pools: list[FunctionCalls], call: str, words: str) -> None:
+    name, limits = eval(call)
     call = opened(pools, name, **limits)
     with pytest.raises(ValueError, match=rf"^rollout\.reward: worker_functions:{name} ") as raised:
         call("2 + 2 =", " 5", {"a": 4_000_000 * "1"}, "train.jsonl:3").result(60)

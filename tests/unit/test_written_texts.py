@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.config_cases import refused_calls
 from kit.documents import load_records
 from kit.template_messages import chat_templates
 from kit.toy_tokenizer import PLAIN_TEMPLATE, toy_tokenizer
@@ -69,30 +70,9 @@ def test_the_error_of_the_form_that_the_template_reads_is_named(tmp_path: Path) 
         load(tmp_path, "gemma", [USER, USER, ANSWER])
 
 
-@pytest.mark.parametrize(
-    ("name", "messages", "problem"),
-    [
-        ("qwen3", [USER | {"role": "developer"}, USER, ANSWER], "1 of 'messages', whose role is 'dev"),
-        ("qwen3", [USER, ANSWER, {"role": "function", "content": "4"}, ANSWER], "3 of 'messages', whose role is 'f"),
-        ("qwen3", [USER, ANSWER | {"role": "assistent"}], "'assistent': expected 'assistant'"),
-        ("llama3", [USER, ANSWER | {"role": "bot"}], "'bot': expected 'assistant'"),
-        ("gemma", [USER, ANSWER | {"role": "model"}], "'model': expected 'assistant'"),
-        ("llama3", [USER | {"role": "User"}, ANSWER], "'User': expected 'user'"),
-        ("llama3", [USER, CALLING], "write 'tool_calls' of message 2"),
-        ("gemma3", [USER, CALLING], "write 'tool_calls' of message 2"),
-        (
-            "gptoss_training",
-            [USER, ANSWER | {"tool_calls": [CALL]}, {"role": "tool", "content": "4"}, ANSWER],
-            "not write 'content' of message 2 of 'messages' together with its calls: expected a template",
-        ),
-        ("llama3_1", [USER, ANSWER | {"tool_calls": [CALL]}], "write 'content' of message 2 of 'messages' together"),
-        ("qwen3", [USER, ANSWER | {"content": "A.<think>b</think>c"}], "does not write 'content' of message 2"),
-        ("qwen3", [USER, ANSWER | {"function_call": CALL["function"]}], "not write 'function_call' of message 2"),
-    ],
-)
-def test_lost_instructions_and_targets_are_refused(
-    tmp_path: Path, name: str, messages: list[dict[str, Any]], problem: str
-) -> None:
+@pytest.mark.parametrize(("call", "problem"), refused_calls("lost texts"))
+def test_lost_instructions_and_targets_are_refused(tmp_path: Path, call: str, problem: str) -> None:
+    name, messages = eval(call)
     with pytest.raises(DataError, match=problem) as refused:
         load(tmp_path, name, messages)
     assert str(refused.value).startswith(f"{tmp_path}/train.jsonl:1: ")
@@ -126,21 +106,10 @@ def test_all_names_and_values_of_arguments_are_written(tmp_path: Path, name: str
     assert not [line for line in documents.report.warnings if "does not write" in line]
 
 
-@pytest.mark.parametrize(
-    ("written", "arguments", "problem"),
-    [
-        ("name + '='", {"city": "7 7", "n": 7}, "the argument 'city' of 'tool_calls'"),
-        ("value", {"n": "Oslo", "n2": "n2, n2"}, "the argument 'n' of 'tool_calls'"),
-        ("name + '=' + (value if value is string else '')", {"city": "Oslo", "n": True}, "the argument 'n' of"),
-        ("name + '=' + (value if value is string else '')", {"city": "null", "n": None}, "the argument 'n' of"),
-        ("name + '=' + (value | string).replace('False', '')", {"n": False}, ""),
-        ("name + '=' + value | string if value else ''", {"n": None}, ""),
-    ],
-)
-def test_lost_names_and_values_of_arguments_are_named(
-    tmp_path: Path, written: str, arguments: dict[str, Any], problem: str
-) -> None:
+@pytest.mark.parametrize(("call", "problem"), refused_calls("lost arguments"))
+def test_lost_names_and_values_of_arguments_are_named(tmp_path: Path, call: str, problem: str) -> None:
     """A value is refused if the text does not change with it, and a warning names it if it is changed."""
+    written, arguments = eval(call)
     calls = (
         "{% for call in message.tool_calls or [] %}{{ call.function.name }}"
         "{% for name, value in call.function.arguments | dictsort %}{{ " + written + " }}{% endfor %}{% endfor %}"
@@ -184,22 +153,9 @@ def test_keys_of_messages_that_are_not_written_warn_once(tmp_path: Path, more: d
     assert not load(tmp_path, written, [record["messages"][0], ANSWER | more], tokens="all").report.warnings
 
 
-@pytest.mark.parametrize(
-    ("message", "problem"),
-    [
-        *(
-            ({"role": "user", "content": [{"type": kind, "text": "a"}]}, f"'type' of part 1 .*'{kind}'")
-            for kind in ("input_text", "output_text", "refusal")
-        ),
-        ({"role": "user", "content": [{"type": "text", "text": None}]}, "'text' of part 1 of message 1 .*null"),
-        ({"role": "user", "content": [{"type": "text", "text": "a", "url": "b.png"}]}, "the key 'url'.*two parts"),
-        ({"role": "user", "content": [{"type": "image", "text": "a"}]}, "'image' and the key 'text'.*two parts"),
-        ({"role": "tool", "content": {"a": 1}}, "'content' of message 1 .* got an object"),
-        ({"role": "tool", "content": [{"a": 1}]}, "'type' of part 1 of message 1 .* is null"),
-        ({"role": "assistant", "content": None, "refusal": "No."}, "message 1 of 'messages' has no 'content'"),
-    ],
-)
-def test_contents_of_other_interfaces_are_refused(tmp_path: Path, message: dict[str, Any], problem: str) -> None:
+@pytest.mark.parametrize(("call", "problem"), refused_calls("contents of other interfaces"))
+def test_contents_of_other_interfaces_are_refused(tmp_path: Path, call: str, problem: str) -> None:
+    message = eval(call)
     with pytest.raises(DataError, match=f"train.jsonl:1: .*{problem}"):
         load(tmp_path, "qwen3", [message, USER, ANSWER])
 
