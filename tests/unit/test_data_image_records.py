@@ -12,21 +12,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from kit import image_documents
 from kit.config_cases import refused_calls
 from kit.documents import same_documents
-from kit.image_documents import (
-    CONVERSATIONS,
-    FOUR,
-    QUESTION,
-    SIZES,
-    Student,
-    encoded,
-    image,
-    png,
-    text,
-    user,
-    write_pictures,
-)
+from kit.image_documents import CONVERSATIONS, FOUR, QUESTION, Student, encoded, image, png, text, user
 from kit.image_models import image_tokenizer, picture, write_image_model
 from PIL import Image
 
@@ -44,33 +33,35 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Student:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    write_pictures(tmp_path)
+    image_documents.write_pictures(tmp_path)
     return tmp_path
 
 
 def asks(*parts: Any, **columns: Any) -> dict[str, Any]:
     """A record with a question of these parts, or of this text."""
-    question = user(*parts) if not isinstance(parts[0], str) else {"role": "user", "content": parts[0]}
-    return {"messages": [question, FOUR], **columns}
+    return {"messages": [question(parts[0]) if isinstance(parts[0], str) else user(*parts), FOUR], **columns}
 
 
+def question(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+ANSWER = {"role": "assistant", "content": "four"}
+
+
+DATA = "data:image/png;base64,"
 FORMS: dict[str, Callable[[str], dict[str, Any]]] = {
     "path part": lambda _: asks({"type": "image", "path": "0.png"}, text(QUESTION)),
     "url part with a path": lambda _: asks({"type": "image", "url": "0.png"}, text(QUESTION)),
-    "data URL": lambda data: asks(
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}, text(QUESTION)
-    ),
+    "data URL": lambda data: asks({"type": "image_url", "image_url": {"url": DATA + data}}, text(QUESTION)),
     "base64": lambda data: asks({"type": "image", "base64": data}, text(QUESTION)),
     "TRL": lambda _: asks({"type": "image"}, text(QUESTION), images=["0.png"]),
     "TRL without a place": lambda _: {
-        "prompt": [{"role": "user", "content": QUESTION}],
-        "completion": [{"role": "assistant", "content": "four"}],
+        "prompt": [question(QUESTION)],
+        "completion": [ANSWER],
         "images": [{"bytes": None, "path": "0.png"}],
     },
-    "ms-swift": lambda _: {
-        "messages": [{"role": "user", "content": f"<image>{QUESTION}"}, {"role": "assistant", "content": "four"}],
-        "images": ["0.png"],
-    },
+    "ms-swift": lambda _: {"messages": [question(f"<image>{QUESTION}"), ANSWER], "images": ["0.png"]},
     "LLaVA": lambda _: {
         "image": "0.png",
         "conversations": [{"from": "human", "value": f"<image>{QUESTION}"}, {"from": "gpt", "value": "four"}],
@@ -91,10 +82,10 @@ def test_parquet_has_the_bytes_of_images_as_datasets_writes_them(qwen: Student, 
     turns = json.loads(json.dumps(CONVERSATIONS[1]))
     for turn in turns:  # an Arrow struct has all keys
         turn["content"] = [{"type": part["type"], "text": part.get("text")} for part in turn["content"]]
-    images = [{"bytes": png(number, SIZES[number]), "path": "gone.png"} for number in (1, 2, 0)]
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([{"messages": turns, "images": images}]), pictures / "train.parquet"
-    )
+    sizes = image_documents.SIZES
+    images = [{"bytes": png(number, sizes[number]), "path": "gone.png"} for number in (1, 2, 0)]
+    table = pyarrow.Table.from_pylist([{"messages": turns, "images": images}])
+    pyarrow.parquet.write_table(table, pictures / "train.parquet")
     documents = qwen.load(pictures / "train.parquet")
     assert same_documents(documents, expected)
     assert documents.media is not None
@@ -105,14 +96,9 @@ def test_saved_datasets_give_the_bytes_of_images(qwen: Student, pictures: Path) 
     import datasets
 
     expected = qwen.load_records(pictures, {"messages": CONVERSATIONS[0]})
-    rows = [{"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "four"}]}]
-    rows[0]["images"] = [{"bytes": png(0), "path": None}]  # type: ignore[assignment]
-    features = datasets.Features(
-        {
-            "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
-            "images": datasets.List(datasets.Image()),
-        }
-    )
+    rows = [{"messages": [question(QUESTION), ANSWER], "images": [{"bytes": png(0), "path": None}]}]
+    turn = {"role": datasets.Value("string"), "content": datasets.Value("string")}
+    features = datasets.Features({"messages": [turn], "images": datasets.List(datasets.Image())})
     datasets.Dataset.from_list(rows, features=features).save_to_disk(str(pictures / "saved"))
     documents = qwen.load(pictures / "saved")
     assert documents.fingerprint() == expected.fingerprint()
@@ -165,9 +151,8 @@ def of_size(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize(("call", "message"), refused_calls("images"))
 def test_a_broken_image_is_refused(call: str, message: str) -> None:
-    data = eval(call)
     with pytest.raises(RecordError, match=message):
-        open_image(data)
+        open_image(eval(call))
 
 
 def with_scans(count: int) -> bytes:
@@ -186,9 +171,8 @@ def with_wide_tiles(width: int, height: int) -> bytes:
     fields[325] = struct.pack("<HHII", 325, 4, height, tables + 4 * height)
     offset = struct.pack("<I", tables + 8 * height)
     directory = struct.pack("<H", len(fields)) + b"".join(fields.values()) + bytes(4)
-    return (
-        b"II*\0" + struct.pack("<I", 8) + directory + offset * height + struct.pack("<I", len(tile)) * height + tile
-    )
+    table = offset * height + struct.pack("<I", len(tile)) * height
+    return b"II*\0" + struct.pack("<I", 8) + directory + table + tile
 
 
 #: images of few bytes that take minutes to decode
@@ -228,10 +212,6 @@ def test_images_at_the_limits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert small.open(png()).size == open_image(png()).size
 
 
-PLACES = "the messages have {} places for images .* and the record has {} images"
-NO_IMAGE = "a message has <image>, and '{}' is empty: expected an image for each <image>"
-
-
 @pytest.mark.parametrize(("call", "message"), refused_calls("records with images"))
 def test_a_record_with_a_bad_image_is_refused_with_its_line_or_skipped(
     qwen: Student, pictures: Path, call: str, message: str
@@ -249,13 +229,12 @@ def test_a_record_with_a_bad_image_is_refused_with_its_line_or_skipped(
         assert "train.jsonl:3" in documents.report.reasons[-1]
 
 
-def test_images_need_a_student_with_a_processor(qwen: Student, pictures: Path, tmp_path: Path) -> None:
+def test_images_need_a_student_with_a_processor(qwen: Student, pictures: Path) -> None:
     path = pictures / "train.jsonl"
     path.write_text(json.dumps({"messages": CONVERSATIONS[0]}))
+    needed = r"train.jsonl:1: the record has images, but .* has no processor for images"
     for on_error in ("raise", "skip"):
-        with pytest.raises(
-            DataError, match=r"train.jsonl:1: the record has images, but .* has no processor for images"
-        ):
+        with pytest.raises(DataError, match=needed):
             load_documents(path, qwen.tokenizer, LoadOptions(64, on_error=on_error))
     assert IMAGES.find_processor(str(pictures), qwen.tokenizer) is None
 

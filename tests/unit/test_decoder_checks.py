@@ -55,9 +55,8 @@ def test_models_whose_code_shows_that_they_cannot_be_packed(call: str, reason: s
 
 @pytest.mark.parametrize(("call", "message"), refused_calls("models"))
 def test_models_that_cannot_be_wrapped(call: str, message: str) -> None:
-    make = eval(call)
     with pytest.raises(ValueError, match=re.escape(message)):
-        Decoder(make())
+        Decoder(eval(call)())
 
 
 class LoraLinear(nn.Module):
@@ -77,8 +76,7 @@ class LoraLinear(nn.Module):
         return self.base_layer(hidden) + self.lora_B(self.lora_A(hidden))
 
 
-class QuantizedLinear(nn.Linear):
-    pass
+QuantizedLinear = type("QuantizedLinear", (nn.Linear,), {})
 
 
 def test_a_head_that_is_more_than_a_linear_layer_is_refused() -> None:
@@ -108,15 +106,13 @@ def test_verifying_leaves_no_trace(family: str) -> None:
     assert not Decoder(model.eval()).training
 
 
-def test_a_model_without_weights_yet() -> None:
+def test_weights_that_are_missing_or_not_finite() -> None:
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**SMALL))
+        empty = LlamaForCausalLM(LlamaConfig(**SMALL))
     with pytest.raises(ValueError, match="no weights yet"):
-        Decoder(model)
-    Decoder(model, verify=False)
+        Decoder(empty)
+    Decoder(empty, verify=False)
 
-
-def test_weights_that_are_not_finite() -> None:
     model = build("llama")
     decoder = Decoder(model)
     check_finite_weights(decoder, "student")
@@ -135,9 +131,8 @@ def test_buffers_that_are_not_finite(call: str, message: str) -> None:
     decoder = Decoder(build_causal(family))
     name, buffer = next(named for named in decoder.named_buffers() if named[0].endswith(part))
     buffer.view(-1)[1] = torch.nan
-    with pytest.raises(
-        ValueError, match=rf"student: 1 of the \d+ values of '{name}' are NaN or infinite: .*{message}"
-    ):
+    problem = rf"student: 1 of the \d+ values of '{name}' are NaN or infinite: .*{message}"
+    with pytest.raises(ValueError, match=problem):
         check_finite_weights(decoder, "student")
 
 
@@ -263,8 +258,7 @@ def assert_short_error(name: str | Path, message: str) -> None:
 @pytest.mark.parametrize(("call", "message"), refused_calls("damaged folders of models"))
 def test_a_folder_that_is_not_the_models_is_named(call: str, message: str, tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
-    damage = eval(call)
-    damage(tmp_path)
+    eval(call)(tmp_path)
     assert_short_error(tmp_path, f"^model '{tmp_path}' .*{message}")
 
 
