@@ -55,12 +55,8 @@ def texts(documents: Documents, tokenizer: PreTrainedTokenizerFast) -> tuple[str
 @pytest.mark.parametrize(
     "messages",
     [
-        [USER, FOUR],
-        [USER, FOUR, USER, THINKS],
-        [USER, THINKS, USER, FOUR],
-        [USER, CALLS],
-        [USER, CALLS, REPLY, FOUR, USER, CALLS],
-        [USER, FOUR, USER],
+        *([USER, FOUR], [USER, FOUR, USER, THINKS], [USER, THINKS, USER, FOUR], [USER, CALLS]),
+        *([USER, CALLS, REPLY, FOUR, USER, CALLS], [USER, FOUR, USER]),
     ],
 )
 def test_the_header_of_the_next_turn_ends_a_turn_without_a_marker(
@@ -121,12 +117,10 @@ def test_a_marker_is_followed_by_no_header(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "ends"),
     [
-        ({"messages": [USER, FOUR]}, ["<|im_end|>"]),
-        ({"messages": [USER, FOUR, USER]}, ["<|im_end|>"]),
+        *(({"messages": [USER, FOUR]}, ["<|im_end|>"]), ({"messages": [USER, FOUR, USER]}, ["<|im_end|>"])),
         ({"messages": [USER, FOUR, REPLY]}, ["<|im_end|>"]),
         ({"prompt": [USER], "completion": [FOUR, USER]}, ["<|im_end|>"]),
-        ({"prompt": [USER], "completion": [FOUR]}, ["<|im_end|>"]),
-        ({"text": "two"}, ["</s>"]),
+        *(({"prompt": [USER], "completion": [FOUR]}, ["<|im_end|>"]), ({"text": "two"}, ["</s>"])),
         ({"prompt": "two", "completion": "four"}, ["</s>"]),
     ],
 )

@@ -17,10 +17,8 @@ from stillhouse.data.render.record_forms import template_for
 from stillhouse.data.render.templates import ANCHOR, Encoded, Tokens
 
 CHAT = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "What is the capital of France?"},
-    {"role": "assistant", "content": " Paris is"},
-    {"role": "user", "content": "And two and two?"},
+    *({"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of France?"}),
+    *({"role": "assistant", "content": " Paris is"}, {"role": "user", "content": "And two and two?"}),
     {"role": "assistant", "content": "four"},
 ]
 

@@ -92,12 +92,8 @@ def test_all_mistakes_are_listed_once(folder: Path) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "student.model=Qwen/Qwen3-0.6B",
-        "student.model=gpt2",
-        "data.train=allenai/c4:en@validation",
-        "data.train=tr*.jsonl",
-        "data.chat_template=Qwen/Qwen3-0.6B",
-        "eval.callbacks=[mine:accuracy]",
+        *("student.model=Qwen/Qwen3-0.6B", "student.model=gpt2", "data.train=allenai/c4:en@validation"),
+        *("data.train=tr*.jsonl", "data.chat_template=Qwen/Qwen3-0.6B", "eval.callbacks=[mine:accuracy]"),
         "out=runs/b/c/d",
     ],
 )
@@ -109,18 +105,10 @@ def test_what_may_be_right_passes(folder: Path, override: str) -> None:
 @pytest.mark.parametrize(
     ("text", "is_there"),
     [
-        ("def f(a): ...", True),
-        ("async def f(a): ...", True),
-        ("class f: ...", True),
-        ("if True:\n    f = lambda a: a", True),
-        ("from other import f", True),
-        ("from other import g as f", True),
-        ("import a.f", False),
-        ("from other import *", True),
-        ("def __getattr__(name): ...", True),
-        ("globals()['f'] = len", True),
-        ("def g(a): ...", False),
-        ("", False),
+        *(("def f(a): ...", True), ("async def f(a): ...", True), ("class f: ...", True)),
+        *(("if True:\n    f = lambda a: a", True), ("from other import f", True), ("from other import g as f", True)),
+        *(("import a.f", False), ("from other import *", True), ("def __getattr__(name): ...", True)),
+        *(("globals()['f'] = len", True), ("def g(a): ...", False), ("", False)),
     ],
 )
 def test_a_function_is_looked_for_in_the_text_of_its_module(folder: Path, text: str, is_there: bool) -> None:

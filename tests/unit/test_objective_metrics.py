@@ -59,11 +59,9 @@ def test_dense_statistics_by_hand() -> None:
     metrics = metrics_of([Distill(DenseLogits(TEACHER.log() - 2), forward_kl(), 0.3)])
     assert metrics == pytest.approx(
         {
-            "tokens": 2,
-            "forward_kl": 0.25 * math.log(2) + 0.1 * math.log(0.25) + 0.8 * math.log(8 / 6),
+            **{"tokens": 2, "forward_kl": 0.25 * math.log(2) + 0.1 * math.log(0.25) + 0.8 * math.log(8 / 6)},
             "student_entropy": entropy([0.25, 0.5, 0.25]) + entropy([0.2, 0.2, 0.6]),
-            "teacher_entropy": entropy([0.5, 0.25, 0.25]) + entropy([0.1, 0.1, 0.8]),
-            "agreement": 1,
+            **{"teacher_entropy": entropy([0.5, 0.25, 0.25]) + entropy([0.1, 0.1, 0.8]), "agreement": 1},
         },
         rel=1e-12,
     )
@@ -157,16 +155,10 @@ def test_no_two_sums_share_a_key() -> None:
     draws = Sampled(torch.tensor([[0, 1, 2], [0, 1, 2]]), TEACHER)
     mixed = 0.5 * forward_kl() + 0.5 * reverse_kl()
     terms: list[Term] = [
-        Distill(dense, mixed, temperature=3.0),
-        CrossEntropy(labels),
-        Distill(dense, mixed, temperature=2.0),
-        Distill(dense, forward_kl()),
-        CrossEntropy(labels, z_loss=0.1),
-        Entropy(0.1),
-        Distill(TopK(torch.tensor([[0], [2]]), TEACHER[:, :1].log()), jsd(0.5)),
-        Entropy(0.2, temperature=2.0),
-        Distill(dense, forward_kl(), label="a"),
-        Distill(dense, forward_kl(), label="a"),
+        *(Distill(dense, mixed, temperature=3.0), CrossEntropy(labels), Distill(dense, mixed, temperature=2.0)),
+        *(Distill(dense, forward_kl()), CrossEntropy(labels, z_loss=0.1), Entropy(0.1)),
+        *(Distill(TopK(torch.tensor([[0], [2]]), TEACHER[:, :1].log()), jsd(0.5)), Entropy(0.2, temperature=2.0)),
+        *(Distill(dense, forward_kl(), label="a"), Distill(dense, forward_kl(), label="a")),
         Distill(draws, forward_kl(), label="a"),
     ]
     metrics = metrics_of(terms)

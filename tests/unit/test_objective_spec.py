@@ -71,10 +71,7 @@ CASES: dict[str, dict[str, float]] = {
     "2*cross_entropy(label_smoothing=0.1) - 0.05*entropy": {"smoothed": 2, "entropy": -0.05},
     "2*cross_entropy(0.1) + -0.05*entropy": {"smoothed": 2, "entropy": -0.05},
     "reverse_kl + cross_entropy + z_loss + entropy + 0.5*jsd(0.5)": {
-        "reverse_kl": 1,
-        "cross_entropy": 1,
-        "z_loss": 1,
-        "entropy": 1,
+        **dict.fromkeys(("reverse_kl", "cross_entropy", "z_loss", "entropy"), 1),
         "jsd": 0.5,
     },
 }
@@ -156,15 +153,11 @@ def test_the_grammar(text: str, fields: dict[str, Any]) -> None:
 def test_what_an_objective_needs() -> None:
     needs = {
         "cross_entropy": (False, False, False),
-        "cross_entropy + 1e-4*z_loss - 0.1*entropy": (False, False, False),
-        "entropy": (False, False, False),
-        "cross_entropy + 0.1*forward_kl": (True, False, False),
-        "reverse_kl": (True, False, False),
-        "sampled_kl": (True, True, False),
-        "policy_gradient": (False, True, True),
+        **{"cross_entropy + 1e-4*z_loss - 0.1*entropy": (False, False, False), "entropy": (False, False, False)},
+        **{"cross_entropy + 0.1*forward_kl": (True, False, False), "reverse_kl": (True, False, False)},
+        **{"sampled_kl": (True, True, False), "policy_gradient": (False, True, True)},
         "policy_gradient + 0.1*reverse_kl": (True, True, True),
-        "policy_gradient(teacher_kl=1)": (True, True, False),
-        "policy_gradient(kl_scale=0.1)": (True, True, True),
+        **{"policy_gradient(teacher_kl=1)": (True, True, False), "policy_gradient(kl_scale=0.1)": (True, True, True)},
     }
     for text, expected in needs.items():
         spec = parse_objective(text)

@@ -207,11 +207,7 @@ def test_a_browser_draws_every_chart_without_complaint(tmp_path, width, theme, m
     assert not complaints
     charts = str(len(Page(path).data["charts"]))
     assert measured == {
-        "charts": charts,
-        "drawn": charts,
-        "injected": "0",
-        "width": str(width),
-        "overflow": "0",
+        **{"charts": charts, "drawn": charts, "injected": "0", "width": str(width), "overflow": "0"},
         "background": page_colour(theme),
     }
 

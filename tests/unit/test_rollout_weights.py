@@ -26,11 +26,8 @@ from stillhouse.rollout.publish import BUCKET_BYTES, publish
 from stillhouse.rollout.published_folder import MANIFEST
 
 LAYOUTS = {
-    "fsdp 2": Degrees(fsdp=2),
-    "tensor 2": Degrees(tensor=2),
-    "pipeline 2": Degrees(pipeline=2),
-    "pipeline 2, fsdp 2": Degrees(pipeline=2, fsdp=2),
-    "replicate 2, tensor 2": Degrees(replicate=2, tensor=2),
+    **{"fsdp 2": Degrees(fsdp=2), "tensor 2": Degrees(tensor=2), "pipeline 2": Degrees(pipeline=2)},
+    **{"pipeline 2, fsdp 2": Degrees(pipeline=2, fsdp=2), "replicate 2, tensor 2": Degrees(replicate=2, tensor=2)},
     "expert 2": Degrees(fsdp=2, expert=2),
 }
 

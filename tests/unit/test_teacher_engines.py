@@ -112,10 +112,7 @@ def test_the_stub_answers_in_the_recorded_forms(server: StubServer) -> None:
 @pytest.mark.parametrize(
     ("kind", "signal", "temperature"),
     [
-        (Vllm, "hidden", 2.0),
-        (Sglang, "hidden", 1.0),
-        (Vllm, "top_k", 1.0),
-        (Sglang, "top_k", 1.0),
+        *((Vllm, "hidden", 2.0), (Sglang, "hidden", 1.0), (Vllm, "top_k", 1.0), (Sglang, "top_k", 1.0)),
         (Vllm, "chosen", 1.0),
     ],
 )
@@ -140,10 +137,8 @@ def test_wrong_scores_of_chosen_ids_are_refused(
 ) -> None:
     def saved(file: Any, array: np.ndarray, **_: Any) -> None:
         changed = {
-            "shifted": lambda: np.roll(array, 1, 0),
-            "few": lambda: array[:, 1:],
-            "pickle": lambda: array.astype(object),
-            "above one": lambda: array * 0,
+            **{"shifted": lambda: np.roll(array, 1, 0), "few": lambda: array[:, 1:]},
+            **{"pickle": lambda: array.astype(object), "above one": lambda: array * 0},
         }[wrong]()
         save(file, changed, allow_pickle=True)
 

@@ -31,12 +31,8 @@ def filtered(scores_V: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: flo
 @pytest.mark.parametrize(
     ("rows", "counted", "vocabulary", "filters"),
     [
-        (251, 251, 251, {}),
-        (251, 230, 200, {}),
-        (251, 230, 200, {"top_k": 9}),
-        (128, 128, 128, {"top_p": 0.7}),
-        (40, 40, 37, {"min_p": 0.1}),
-        (40, 40, 37, {"top_p": 0.7}),
+        *((251, 251, 251, {}), (251, 230, 200, {}), (251, 230, 200, {"top_k": 9}), (128, 128, 128, {"top_p": 0.7})),
+        *((40, 40, 37, {"min_p": 0.1}), (40, 40, 37, {"top_p": 0.7})),
     ],
 )
 def test_tokens_are_sampled_as_often_as_their_probabilities_say(

@@ -64,12 +64,9 @@ def test_the_length_of_a_warm_up() -> None:
 @pytest.mark.parametrize(
     ("settings", "sequences", "expected"),
     [
-        ({"epochs": 1}, 17, StepSchedule(5, 17, 4, 2)),
-        ({"epochs": 2}, 17, StepSchedule(9, 34, 4, 2)),
-        ({"epochs": 0.5}, 16, StepSchedule(2, 8, 4, 2)),
-        ({"epochs": 0.001}, 17, StepSchedule(1, 1, 4, 2)),
-        ({"steps": 3}, 17, StepSchedule(3, 12, 4, 2)),
-        ({"steps": 100}, 1, StepSchedule(100, 400, 4, 2)),
+        *(({"epochs": 1}, 17, StepSchedule(5, 17, 4, 2)), ({"epochs": 2}, 17, StepSchedule(9, 34, 4, 2))),
+        *(({"epochs": 0.5}, 16, StepSchedule(2, 8, 4, 2)), ({"epochs": 0.001}, 17, StepSchedule(1, 1, 4, 2))),
+        *(({"steps": 3}, 17, StepSchedule(3, 12, 4, 2)), ({"steps": 100}, 1, StepSchedule(100, 400, 4, 2))),
     ],
 )
 def test_the_step_schedule(settings: dict[str, Any], sequences: int, expected: StepSchedule) -> None:

@@ -83,9 +83,7 @@ def test_a_feature_without_its_library_is_refused_by_name(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("installed", "oldest", "expected"),
     [
-        ("2.9.1", "2.13", False),
-        ("2.13.0+cpu", "2.13", True),
-        ("2.13.0a0+git1", "2.13", True),
+        *(("2.9.1", "2.13", False), ("2.13.0+cpu", "2.13", True), ("2.13.0a0+git1", "2.13", True)),
         ("2.12.1", "2.13", False),
     ],
 )
