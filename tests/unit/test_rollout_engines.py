@@ -134,7 +134,6 @@ def test_sglangs_completions_under_way_are_written_again(student: Student) -> No
         student.assert_all_written(requests, futures, {2}, count=40)
 
 
-BEFORE, AMONG = "before the temperature, and the temperature is", "among the tokens that top_p, top_k and min_p leave"
 TIED = {"is_tied": True}
 
 
@@ -215,9 +214,7 @@ def test_a_vllm_without_the_routes_is_refused(student: Student, server: StubServ
         engine.update_weights(1, student.published(1))
 
 
-def test_generating_returns_at_once_and_closing_ends_what_is_under_way(
-    server: StubServer, engine: ServedEngine
-) -> None:
+def test_generating_returns_at_once_and_closing_ends_it(server: StubServer, engine: ServedEngine) -> None:
     server.model.seconds = 0.5
     futures = engine.generate(requests_of(3))
     assert not any(future.done() for future in futures)
