@@ -36,9 +36,7 @@ runs = section(
 
 
 @given(content=runs)
-def test_a_dumped_configuration_loads_as_the_same(
-    tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]
-) -> None:
+def test_a_dump_loads_as_the_same(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]) -> None:
     config = RunConfig.model_validate(content)
     path = yaml_file(tmp_path_factory.mktemp("dump"), dump_config(config))
     assert load_config(path) == config

@@ -45,9 +45,7 @@ def aligner_of(student: str, teacher: str) -> Aligner:
     return Aligner(tokenizer(student), tokenizer(teacher))
 
 
-def as_texts(
-    student: str, teacher: str, ids: np.ndarray, document: AlignedDocument
-) -> list[tuple[list[str], list[str]]]:
+def as_texts(student: str, teacher: str, ids: np.ndarray, document: AlignedDocument) -> list[tuple]:
     """The tokens of each span as they are in the vocabularies."""
     return [
         (

@@ -41,9 +41,7 @@ def test_documents_lie_one_after_another(tmp_path: Path) -> None:
     ("max_tokens", "sizes"),
     [(10, [10, 10, 7]), (9, [9, 9, 9]), (8, [8, 8, 8, 4]), (24, [24, 2]), (25, [25]), (2, [2] * 24)],
 )
-def test_long_texts_are_cut_into_pieces_and_lose_no_prediction(
-    tmp_path: Path, max_tokens: int, sizes: list[int]
-) -> None:
+def test_long_texts_are_cut_and_lose_no_prediction(tmp_path: Path, max_tokens: int, sizes: list[int]) -> None:
     records = [{"text": "0123456789" * 2 + "012"}]  # one token per digit, with bos and eos 25 tokens
     uncut, pieces = load_records(tmp_path, records), load_records(tmp_path, records, max_tokens=max_tokens)
     assert pieces.lengths_D.tolist() == sizes

@@ -59,9 +59,7 @@ def texts(documents: Documents, tokenizer: PreTrainedTokenizerFast) -> tuple[str
         *([USER, CALLS, REPLY, FOUR, USER, CALLS], [USER, FOUR, USER]),
     ],
 )
-def test_the_header_of_the_next_turn_ends_a_turn_without_a_marker(
-    tmp_path: Path, messages: list[dict[str, Any]]
-) -> None:
+def test_the_next_header_ends_a_turn_without_a_marker(tmp_path: Path, messages: list[dict[str, Any]]) -> None:
     """The expected tokens and targets are those of the template that TRL trains GLM with."""
     original, training = map(glm_tokenizer, ("glm4moe", "glm4moe_training"))
     ends = original.convert_tokens_to_ids(list(ENDS))
@@ -124,9 +122,7 @@ def test_a_marker_is_followed_by_no_header(tmp_path: Path) -> None:
         ({"prompt": "two", "completion": "four"}, ["</s>"]),
     ],
 )
-def test_the_report_has_the_tokens_that_teach_to_stop(
-    tmp_path: Path, fields: dict[str, Any], ends: list[str]
-) -> None:
+def test_the_report_has_what_teaches_to_stop(tmp_path: Path, fields: dict[str, Any], ends: list[str]) -> None:
     for tokens in ("completion", "all"):
         tokenizer = toy_tokenizer(chat="plain")
         report = load_records(tmp_path, [fields], tokenizer, tokens=tokens).report
@@ -196,9 +192,7 @@ RENDERED = "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\nfour<|im_en
         ("two <|im_start|>", "<s>", "</s>"),  # special, but no end
     ],
 )
-def test_a_rendered_text_gets_no_second_special_token(
-    tmp_path: Path, text: str, begin: str, end: str, adds_eos: bool
-) -> None:
+def test_no_special_token_is_added_twice(tmp_path: Path, text: str, begin: str, end: str, adds_eos: bool) -> None:
     """As a text, as a completion and as a prompt, also of a tokenizer that appends an end of its own."""
     tokenizer, options = toy_tokenizer(adds_eos=adds_eos), {"end_ids": [5], "max_tokens": 256}
     expected = f"{begin}{text}{end}"

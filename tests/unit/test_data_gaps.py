@@ -96,9 +96,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], dict[str, list[int]]]:
 
 @EXAMPLES
 @given(case=cases(), gaps=st.sampled_from([("a",), ("a", "b"), ("b", "unknown")]), seed=st.integers(0, 3))
-def test_the_rows_of_student_and_teacher_predict_the_same_tokens(
-    case: tuple[list[int], dict[str, list[int]]], gaps: tuple[str, ...], seed: int
-) -> None:
+def test_rows_line_up(case: tuple[list[int], dict[str, list[int]]], gaps: tuple[str, ...], seed: int) -> None:
     documents = random_documents(*case, seed)
     packed = PackedSequences(documents, max_tokens=24, seed=seed, gaps=gaps)
     plain = PackedSequences(documents, max_tokens=24, seed=seed)

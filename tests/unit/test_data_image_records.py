@@ -185,9 +185,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("kind", SLOW)
-def test_a_slow_image_is_refused_with_its_line_or_skipped(
-    qwen: Student, pictures: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_image_is_refused(qwen: Student, pictures: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "IMAGE_SECONDS", 0.2)
     monkeypatch.setattr(qwen.processor, "_isolated_decoder", IsolatedDecoder(), raising=False)
     (pictures / "slow").write_bytes(SLOW[kind]())
@@ -213,9 +211,7 @@ def test_images_at_the_limits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("call", "message"), refused_calls("records with images"))
-def test_a_record_with_a_bad_image_is_refused_with_its_line_or_skipped(
-    qwen: Student, pictures: Path, call: str, message: str
-) -> None:
+def test_a_record_with_a_bad_image_is_refused(qwen: Student, pictures: Path, call: str, message: str) -> None:
     (pictures / "broken.png").write_bytes(png()[:-40])
     (pictures / "narrow.png").write_bytes(png(0, (1, 300)))
     record = eval(call)

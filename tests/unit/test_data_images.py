@@ -39,9 +39,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", first_is_quick(FAMILIES))
-def test_tokens_masks_and_tensors_are_those_of_transformers_for_each_conversation(
-    pictures: Path, tmp_path_factory: pytest.TempPathFactory, family: str
-) -> None:
+def test_inputs_are_the_processors(pictures: Path, tmp_path_factory: pytest.TempPathFactory, family: str) -> None:
     student = Student(family, tmp_path_factory.mktemp(family))
     documents = student.load_records(pictures, *({"messages": turns} for turns in CONVERSATIONS))
     processor, inputs = student.processor.processor, MediaInputs(student.processor)
@@ -136,9 +134,7 @@ def test_cached_images_keep_their_bytes_and_are_compared_with_their_hashes(qwen:
         load()
 
 
-def test_a_smaller_limit_of_pixels_gives_fewer_tokens_and_another_cache_entry(
-    pictures: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_limit_of_pixels_gives_fewer_tokens(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("limited")
     documents = [
         Student("qwen3_vl", folder, most_pixels=pixels).load_records(

@@ -22,9 +22,7 @@ lengths_lists = st.lists(st.integers(1, 20), min_size=1, max_size=60)
 
 @EXAMPLES
 @given(lengths=lengths_lists, capacity=st.integers(20, 50))
-def test_best_fit_keeps_within_capacity_and_leaves_no_two_bins_that_fit_in_one(
-    lengths: list[int], capacity: int
-) -> None:
+def test_best_fit_leaves_no_two_bins_that_fit_in_one(lengths: list[int], capacity: int) -> None:
     bins_D = best_fit(np.array(lengths), capacity)
     fills = sorted(np.bincount(bins_D, weights=lengths))
     assert 0 < fills[0] <= fills[-1] <= capacity

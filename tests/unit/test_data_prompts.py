@@ -30,9 +30,7 @@ def test_a_prompt_ends_where_the_completion_of_the_same_record_begins(tmp_path: 
 @pytest.mark.parametrize(
     "record", [{"messages": [QUESTION]}, {"messages": [QUESTION, ANSWER]}, {"prompt": [QUESTION]}]
 )
-def test_a_chat_ends_with_the_beginning_of_the_assistants_turn(
-    tmp_path: Path, chat: Chat, record: dict[str, Any]
-) -> None:
+def test_a_chat_ends_with_the_assistants_header(tmp_path: Path, chat: Chat, record: dict[str, Any]) -> None:
     tokenizer = toy_tokenizer(chat=chat)
     expected = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(load_prompts(tmp_path, [record], chat=chat).tokens(0)) == expected
@@ -74,9 +72,7 @@ _WRITES_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
     ],
     ids=range(4),
 )
-def test_a_template_that_drops_tools_or_has_no_generation_prompt_is_warned_of(
-    tmp_path: Path, template: str, of_tools: bool, of_prompt: bool, prompts: bool
-) -> None:
+def test_warnings_of_templates(tmp_path: Path, template: str, of_tools: bool, of_prompt: bool, prompts: bool) -> None:
     tokenizer = toy_tokenizer(chat="plain")
     tokenizer.chat_template = template
     records = [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION, ANSWER], "tools": [_ADD]}]

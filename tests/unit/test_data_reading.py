@@ -166,9 +166,7 @@ def test_a_path_is_never_requested_from_the_hub(source: str) -> None:
         ("org/name:20231101.en@validation", ("org/name", "20231101.en", "validation")),
     ],
 )
-def test_a_hub_id_is_passed_on_untouched(
-    monkeypatch: pytest.MonkeyPatch, source: str, expected: tuple[str, str | None, str]
-) -> None:
+def test_a_hub_id_is_passed_on(monkeypatch: pytest.MonkeyPatch, source: str, expected: tuple[Any, ...]) -> None:
     requests = []
 
     # the test replaces the network

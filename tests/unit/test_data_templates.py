@@ -71,9 +71,7 @@ def test_prompt_and_completion(adds_bos: bool, adds_eos: bool) -> None:
         ({"adds_bos": False, "bos_token": "</s>"}, "the"),  # a BOS that is EOS is no end of the prompt
     ],
 )
-def test_only_an_end_that_the_tokenizer_appends_is_removed_from_a_prompt(
-    tokenizer: dict[str, Any], prompt: str
-) -> None:
+def test_only_an_appended_end_is_removed_from_a_prompt(tokenizer: dict[str, Any], prompt: str) -> None:
     toy = toy_tokenizer(**tokenizer)
     encoded = encode({"prompt": prompt, "completion": " heads"}, toy)
     before, completion = [BOS] * (not tokenizer) + plain(toy, prompt), [*plain(toy, " heads"), EOS]

@@ -210,9 +210,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant",
     ],
     ids=["text", "prompt", "completion", "messages"],
 )
-def test_a_character_without_a_token_is_an_error_of_its_record(
-    tmp_path: Path, kind: str, bad: dict[str, Any], good: dict[str, Any]
-) -> None:
+def test_a_character_without_token(tmp_path: Path, kind: str, bad: dict[str, Any], good: dict[str, Any]) -> None:
     """Byte-pair encoding would leave it out, and the others raise an error without the record."""
     tokenizer = without_unknown(kind)
     message = r"train\.jsonl:2: the tokenizer '' has no token for '🙂' \(U\+1F642\), and no unknown token"

@@ -17,9 +17,7 @@ from stillhouse.run.run import prepare
     ("cuda", "mps", "processes", "expected"),
     [(2, True, 1, "cuda:0"), (2, False, 2, "cuda:1"), (0, True, 1, "mps"), (0, True, 2, "cpu"), (0, False, 1, "cpu")],
 )
-def test_auto_takes_cuda_then_mps_then_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, cuda: int, mps: bool, processes: int, expected: str
-) -> None:
+def test_what_auto_is(monkeypatch: pytest.MonkeyPatch, cuda: int, mps: bool, processes: int, expected: str) -> None:
     replace_devices(monkeypatch, cuda=cuda, mps=mps, processes=processes)
     assert str(choose_device("auto")) == expected
 

@@ -132,9 +132,7 @@ HOSTILE = {
 }
 
 
-def test_the_models_generation_config_has_no_effect_and_is_back_after_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_models_generation_config_has_no_effect_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Decoder(build("qwen3"))
     expected = as_lists(Generator(decoder, SAMPLING, CPU).generate(requests(), 0))
     hostile = GenerationConfig()

@@ -127,9 +127,7 @@ def test_a_function_is_looked_for_in_the_text_of_its_module(folder: Path, text: 
 
 @pytest.mark.parametrize("file", ["part.py", "__init__.py"])
 @pytest.mark.parametrize(("call", "problem"), refused_calls("modules that are no Python"))
-def test_a_module_that_is_no_python_is_named_as_its_import_names_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, file: str, call: str, problem: str
-) -> None:
+def test_broken_modules(folder: Path, monkeypatch: pytest.MonkeyPatch, file: str, call: str, problem: str) -> None:
     text = eval(call)
     monkeypatch.delitem(sys.modules, "broken", raising=False)
     (folder / "broken").mkdir()

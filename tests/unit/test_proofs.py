@@ -59,9 +59,7 @@ def test_rows_and_their_proofs_are_read() -> None:
         ),
     ],
 )
-def test_a_proof_has_to_have_run_and_passed(
-    tmp_path: Path, cases: list[tuple[str, str, str]], expected: list[str]
-) -> None:
+def test_a_proof_has_run_and_passed(tmp_path: Path, cases: list[tuple[str, str, str]], expected: list[str]) -> None:
     outcomes = read_outcomes([results(tmp_path / "a.xml", *cases)])
     assert list(unproven(proof_rows(PAGE)[0], outcomes)) == expected
 

@@ -64,9 +64,7 @@ def test_an_unknown_name_is_refused_with_the_installed_ones() -> None:
     assert error in run_python(code, ROOT).stderr
 
 
-def test_a_checkout_that_is_not_installed_has_the_same_add_ons(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkout_has_the_same_add_ons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     gpu.write_entry_points()
@@ -121,9 +119,7 @@ def test_an_add_on_without_a_key_of_its_own_may_have_any_name(tmp_path: Path) ->
         ("check --steps 1", 2, r"error: no such option '--steps'\nsee `stillhouse check --help`\n"),
     ],
 )
-def test_a_command_reports_a_refused_add_on_in_one_line(
-    tmp_path: Path, arguments: str, code: int, error: str
-) -> None:
+def test_a_command_names_a_refused_add_on(tmp_path: Path, arguments: str, code: int, error: str) -> None:
     write_distribution(
         tmp_path, {"stillhouse.engines": {"fsdp": "kinds:Kind"}}, {"kinds.py": "class Kind: field = int, 0"}
     )

@@ -271,9 +271,7 @@ def test_adapters_are_changed_while_completions_are_under_way(student: Student, 
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_run_drops_what_an_earlier_process_of_it_has_left_and_nothing_else(
-    student: Student, tmp_path: Path, kind: str
-) -> None:
+def test_a_run_drops_only_what_an_earlier_process_of_it_has_left(student: Student, tmp_path: Path, kind: str) -> None:
     version = Adapters(student, tmp_path).version(1, run="one")
     handler, api, options = KINDS[kind]
     with (

@@ -132,9 +132,7 @@ def test_wrong_calls(
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"mine": "mine"}
 
 
-def test_evaluating_without_the_extra_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.run(["evaluate", str(tmp_path), "--tasks", "hellaswag"]) == 1
     assert "lm_eval not installed; pip install 'stillhouse[lm-eval]'" in capsys.readouterr().err

@@ -116,9 +116,7 @@ def test_the_stub_answers_in_the_recorded_forms(server: StubServer) -> None:
         (Vllm, "chosen", 1.0),
     ],
 )
-def test_an_engines_signals_give_the_gradients_of_the_teacher_in_the_job(
-    folder: Path, kind: type[StubHandler], signal: str, temperature: float
-) -> None:
+def test_signals_give_the_gradients(folder: Path, kind: type[StubHandler], signal: str, temperature: float) -> None:
     here = {"objective.temperature": temperature}
     with stub_server(kind, folder / "teacher") as server:
         served = here | {"teacher.url": server.url, "teacher.signal": signal, "teacher.top_k": 7}
@@ -132,9 +130,7 @@ def test_an_engines_signals_give_the_gradients_of_the_teacher_in_the_job(
 
 
 @pytest.mark.parametrize("wrong", first_is_quick(["shifted", "few", "pickle", "above one"]))
-def test_wrong_scores_of_chosen_ids_are_refused(
-    folder: Path, settings: dict[str, Any], wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_scores(folder: Path, settings: dict[str, Any], wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def saved(file: Any, array: np.ndarray, **_: Any) -> None:
         changed = {
             **{"shifted": lambda: np.roll(array, 1, 0), "few": lambda: array[:, 1:]},
@@ -183,18 +179,14 @@ WRONG_STATES: dict[str, tuple[Callable[[StubModel, list[int]], Tensor], str]] = 
 
 
 @pytest.mark.parametrize("case", list(WRONG_STATES))
-def test_wrong_hidden_states_are_refused_without_the_teachers_weights(
-    folder: Path, server: StubServer, settings: dict[str, Any], case: str
-) -> None:
+def test_wrong_hidden_states(folder: Path, server: StubServer, settings: dict[str, Any], case: str) -> None:
     states, message = WRONG_STATES[case]
     server.model.change(hidden_SE=partial(states, server.model))
     with pytest.raises(ConfigError, match=message):
         session_of(folder, cached=True, **settings | {"teacher.prove": "never"})
 
 
-def test_a_run_is_not_resumed_with_another_teacher(
-    folder: Path, settings: dict[str, Any], other: StubServer, tmp_path: Path
-) -> None:
+def test_a_run_keeps_its_teacher(folder: Path, settings: dict[str, Any], other: StubServer, tmp_path: Path) -> None:
     """vLLM does not tell who its teacher is, so the run's folder has what it answered at the start."""
     out = tmp_path / "out"
     settings |= {"teacher.prove": "never", "out": str(out)}
@@ -230,9 +222,7 @@ def test_no_answer_of_a_returned_server_is_used_before_it_is_proven(
         session.close()
 
 
-def test_another_model_than_the_named_one_is_refused(
-    folder: Path, settings: dict[str, Any], other: StubServer
-) -> None:
+def test_another_model_than_named_is_refused(folder: Path, settings: dict[str, Any], other: StubServer) -> None:
     """The weights of teacher.model are here, so the server is compared with them."""
     settings |= {"teacher.url": other.url}
     with pytest.raises(ConfigError, match="and the model in this process give different signals"):

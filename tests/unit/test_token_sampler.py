@@ -35,9 +35,7 @@ def filtered(scores_V: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: flo
         *((40, 40, 37, {"min_p": 0.1}), (40, 40, 37, {"top_p": 0.7})),
     ],
 )
-def test_tokens_are_sampled_as_often_as_their_probabilities_say(
-    rows: int, counted: int, vocabulary: int, filters: dict[str, Any]
-) -> None:
+def test_tokens_are_sampled_by_probability(rows: int, counted: int, vocabulary: int, filters: dict[str, Any]) -> None:
     """Tokens in full blocks, in the last one, which is not full, and rows that have no token.
 
     The log-probabilities are over all counted rows, whatever the filters leave.

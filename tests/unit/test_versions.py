@@ -87,9 +87,7 @@ def test_a_feature_without_its_library_is_refused_by_name(monkeypatch: pytest.Mo
         ("2.12.1", "2.13", False),
     ],
 )
-def test_versions_are_compared_by_their_numbers(
-    monkeypatch: pytest.MonkeyPatch, installed: str, oldest: str, expected: bool
-) -> None:
+def test_versions_are_numbers(monkeypatch: pytest.MonkeyPatch, installed: str, oldest: str, expected: bool) -> None:
     """2.9 is before 2.13, and an image's alpha of 2.13 has the code of 2.13."""
     monkeypatch.setattr(libraries, "version", lambda library: installed)
     assert is_at_least("torch", oldest) is expected

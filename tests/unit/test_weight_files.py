@@ -124,9 +124,7 @@ def without_a_tensor(path: Path) -> None:
 
 @pytest.mark.parametrize(("call", "message"), refused_calls("files of weights"))
 @LOADERS
-def test_a_damaged_file_of_an_index_is_named(
-    tmp_path: Path, load: Callable[[Path], Decoder], call: str, message: str
-) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, load: Callable[[Path], Decoder], call: str, message: str) -> None:
     damage = eval(call)
     build("llama").save_pretrained(tmp_path, max_shard_size=SIZE)
     path = sorted(tmp_path.glob("*.safetensors"))[1]

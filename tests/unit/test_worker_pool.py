@@ -119,9 +119,7 @@ def test_an_error_names_function_completion_and_line(pools: list[FunctionCalls],
 
 
 @pytest.mark.parametrize("size", [0, 400_000])
-def test_a_stopped_worker_is_replaced_also_if_the_record_does_not_fit_into_its_connection(
-    pools: list[FunctionCalls], size: int
-) -> None:
+def test_a_stopped_worker_is_replaced(pools: list[FunctionCalls], size: int) -> None:
     call = opened(pools, "pid", seconds=1.0)
     stopped = int(call("", "", {}, "a:1").result(60))
     os.kill(stopped, signal.SIGSTOP)
@@ -130,9 +128,7 @@ def test_a_stopped_worker_is_replaced_also_if_the_record_does_not_fit_into_its_c
 
 
 @pytest.mark.parametrize("then", ["stops", "drips"])
-def test_a_worker_that_does_not_end_its_answer_is_replaced(
-    pools: list[FunctionCalls], tmp_path: Path, then: str
-) -> None:
+def test_a_worker_with_half_an_answer_is_replaced(pools: list[FunctionCalls], tmp_path: Path, then: str) -> None:
     call = opened(pools, "answers_half", seconds=1.0)
     assert call("", "", {"marker": str(tmp_path / "marker"), "then": then}, "a:1").result(10) == 2.0
 
@@ -142,9 +138,7 @@ def test_a_worker_that_does_not_end_its_answer_is_replaced(
     [((), None), ((), signal.SIGKILL), ((signal.SIGSTOP,), None), ((signal.SIGSTOP,), signal.SIGKILL)],
     ids=["closed", "killed", "closed while all is stopped", "killed while all is stopped"],
 )
-def test_nothing_is_left_of_a_closed_pool_and_of_a_run_that_is_killed(
-    tmp_path: Path, signals: tuple[int, ...], of_run: int | None
-) -> None:
+def test_nothing_is_left_of_a_pool_or_a_run(tmp_path: Path, signals: tuple[int, ...], of_run: int | None) -> None:
     """Neither the worker nor the program that the function has started, although the function hangs."""
     marker, ends = tmp_path / "marker", tmp_path / "ends"
     child = os.fork()
@@ -176,9 +170,7 @@ def test_a_module_that_cannot_be_imported_any_more(pools: list[FunctionCalls], t
         call("", "", {}, "a:1").result(60)
 
 
-def test_a_module_that_is_not_imported_in_time(
-    pools: list[FunctionCalls], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_module(pools: list[FunctionCalls], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "worker_functions.py").write_text("import time; time.sleep(1000)")
     monkeypatch.setattr(worker, "SECONDS_TO_START", 0.5)
     late = r"worker_functions:length is not imported within 0\.5 s for the com"
