@@ -78,24 +78,20 @@ def test_nothing_imports_a_module_of_tests(folder: str) -> None:
     assert not importing
 
 
-def test_only_entry_points_name_objects_of_modules_by_text() -> None:
+def test_no_object_by_text_and_no_broad_except() -> None:
     """The registry loads what pyproject.toml and other distributions name; no other text stands for an object."""
     for path in PACKAGE.rglob("*.py"):
         texts = [node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         assert not [text for text in texts if re.fullmatch(r"stillhouse(\.\w+)+:\w[\w.]*", text)], path
-
-
-def test_no_two_modules_of_tests_have_the_same_name() -> None:
-    """Pages and results name them without their folders."""
-    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("__init__.py", "conftest.py")]
-    assert len(names) == len(set(names))
-
-
-def test_no_broad_except() -> None:
-    for path in PACKAGE.rglob("*.py"):
         for node in nodes(path):
             if isinstance(node, ast.ExceptHandler):
                 caught = (
                     {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"all"}
                 )
                 assert not caught & {"all", "Exception", "BaseException"}, f"{path}:{node.lineno}"
+
+
+def test_no_two_modules_of_tests_have_the_same_name() -> None:
+    """Pages and results name them without their folders."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("__init__.py", "conftest.py")]
+    assert len(names) == len(set(names))

@@ -38,11 +38,17 @@ def test_each_rule_refuses_one_of_the_mistakes(monkeypatch: pytest.MonkeyPatch) 
     assert unused == []
 
 
-def test_every_fault_has_its_line() -> None:
+def test_every_fault_and_every_missing_key_has_its_line() -> None:
     error = failure("train.clip=a", "device=gpu", "parallel.tensor=0")
     assert [part.key for part in error.parts] == ["train.clip", "parallel.tensor", "device"]
     assert error.key == "train.clip"
     assert len(str(error).splitlines()) == 3
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["teacher.dtype=float32"])
+    parts = caught.value.parts
+    assert [part.key for part in parts] == ["student.model", "teacher.model", "data.train", "out"]
+    assert all(isinstance(part, MissingKeyError) for part in parts)
+    assert "out: required, but not given; expected: text, such as runs/qwen3" in str(caught.value)
 
 
 def test_a_section_of_another_tool_has_a_line_for_each_key_that_is_known(tmp_path: Path) -> None:
@@ -57,15 +63,6 @@ def test_a_section_of_another_tool_has_a_line_for_each_key_that_is_known(tmp_pat
     lines = str(failure(file=yaml_file(tmp_path, json.dumps(many)))).splitlines()
     assert len(lines) == 18
     assert lines[-1].startswith("and ")
-
-
-def test_missing_keys_say_what_to_give() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, ["teacher.dtype=float32"])
-    parts = caught.value.parts
-    assert [part.key for part in parts] == ["student.model", "teacher.model", "data.train", "out"]
-    assert all(isinstance(part, MissingKeyError) for part in parts)
-    assert "out: required, but not given; expected: text, such as runs/qwen3" in str(caught.value)
 
 
 @pytest.mark.parametrize(("call", "message"), refused_calls("files of configurations"))

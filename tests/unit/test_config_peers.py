@@ -46,24 +46,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 KNOWN = {**value_fields(RunConfig), **RunConfig.model_fields}
 
 
-def test_every_entry_has_names_and_a_key_that_exists_or_a_note() -> None:
+def test_every_entry_leads_to_what_exists() -> None:
     assert all(list(entry.names()) for entry in peer_entries())
     assert all(entry.ours for entry in peer_table().keys)
     assert all(entry.note and not entry.ours for entry in peer_table().without_key)
     assert [key for entry in peer_entries() for key in entry.ours if key not in {*KNOWN, "student.adapter"}] == []
-
-
-def test_every_command_of_the_table_exists() -> None:
     named = [name for entry in peer_entries() for name in re.findall(r"stillhouse (\w+)", entry.note)]
     assert {"distill", "evaluate", "export"} <= set(named) <= set(cli.list_commands(click.Context(cli)))
-
-
-def test_every_value_of_another_tool_leads_to_one_that_is_accepted() -> None:
     for key, values in peer_table().values.items():
         for ours, theirs in values.items():
             load(f"{key}={ours}")
             for value in theirs:
                 assert f"did you mean {ours}?" in str(failure(f"{key}={value}"))
+    rows = {name for entry in peer_entries() for name in entry.trl}
+    assert [name for name in GRPO_FIELDS.split() if name not in rows] == []
 
 
 @pytest.mark.parametrize("peer", PEERS)
@@ -78,11 +74,6 @@ def test_every_name_leads_to_its_key(peer: str) -> None:
         assert hint is not None, name
         assert PEERS[peer] in hint or f" {name.rpartition('.')[2]}" in f" {hint}", name
         assert not entry.ours or any(key in hint for key in entry.ours), name
-
-
-def test_every_field_of_grpo_has_a_row() -> None:
-    rows = {name for entry in peer_entries() for name in entry.trl}
-    assert [name for name in GRPO_FIELDS.split() if name not in rows] == []
 
 
 @pytest.mark.parametrize(
@@ -116,13 +107,10 @@ def test_a_foreign_word_gets_no_near_name(word: str) -> None:
     assert nearest(word, KNOWN) == []
 
 
-def test_the_tables_of_the_page_are_up_to_date() -> None:
+def test_the_page_is_up_to_date_and_its_configurations_load(tmp_path: Path) -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text.count("<!-- names: ") == len(PEERS) == text.count("<!-- end -->")
     assert with_names(text) == text, "run python docs/write_config.py"
-
-
-def test_our_configurations_of_the_page_load(tmp_path: Path) -> None:
     blocks = code_blocks(PAGE.read_text(encoding="utf-8"), "yaml")
     ours = [block for block in blocks if "student" in (YAML(typ="safe").load(block) or {})]
     assert len(ours) == len(PEERS) + 1  # two of TRL

@@ -68,11 +68,8 @@ def test_examples_import_public_names(example: Path) -> None:
     assert set(ours) <= (MODULES if example.stem == "mtp" else set())
 
 
-def test_the_reference_has_the_signature_of_the_fast_path() -> None:
+def test_signatures_of_methods_and_of_the_reference() -> None:
     assert shown(dense_objective) == CONTRACTS["linear_objective"]
-
-
-def test_decoder_takes_what_transformers_models_take() -> None:
     decoder = stillhouse.models.Decoder
     assert shown(decoder.from_pretrained).startswith("name_or_path, revision=None, dtype=None, *")
     assert shown(decoder.forward) == (

@@ -221,7 +221,7 @@ def documents(made: PreTrainedTokenizerBase, texts: Sequence[str]) -> Documents:
     return documents_of(ids, [[1] * len(document) for document in ids])
 
 
-def test_unknown_characters_are_refused_by_the_document() -> None:
+def test_tokens_without_text_are_refused() -> None:
     student, teacher = tokenizer("small"), tokenizer("pieces")
     backend = teacher.backend_tokenizer
     backend.model = models.BPE(unk_token="<unk>", vocab={"<unk>": 0, "▁": 353, "a": 304}, merges=[])
@@ -230,16 +230,9 @@ def test_unknown_characters_are_refused_by_the_document() -> None:
     (unknown,) = student("<unk>", add_special_tokens=False)["input_ids"]
     with pytest.raises(ValueError, match=r"token 1 is '<unk>', whose text is not known"):
         Aligner(student, tokenizer("large")).align([np.array([60, unknown, 60], dtype=np.int32)])
-
-
-def test_tokenizers_without_exact_bytes_are_refused() -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])))
     with pytest.raises(ValueError, match=r"no decoder\) have no exact bytes"):
         TokenBytes(bare)
-
-
-def test_tokens_that_are_no_text_are_refused() -> None:
-    student = tokenizer("small")
     ids = student.convert_tokens_to_ids(["a", "Ł", "b"])
     with pytest.raises(ValueError, match="the student's tokens are not UTF-8 text"):
         Aligner(student, tokenizer("large")).align([np.array(ids, dtype=np.int32)])

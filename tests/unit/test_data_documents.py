@@ -116,7 +116,7 @@ def test_datasets_without_a_document_say_why(tmp_path: Path, call: str, message:
         load_records(tmp_path, records, **options)
 
 
-def test_a_source_without_an_end_that_is_a_target_is_a_warning(tmp_path: Path) -> None:
+def test_warnings_of_a_source(tmp_path: Path) -> None:
     whole = load_records(tmp_path, [{"messages": CHAT}], chat="plain")
     assert whole.report.warnings == []
     cut = load_records(tmp_path, [{"messages": CHAT}], chat="plain", max_tokens=whole.report.tokens - 2)
@@ -128,9 +128,6 @@ def test_a_source_without_an_end_that_is_a_target_is_a_warning(tmp_path: Path) -
         "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
     )
     assert load_records(tmp_path, [{"messages": CHAT}], tokenizer).report.warnings
-
-
-def test_marks_of_images_without_images_are_one_warning(tmp_path: Path) -> None:
     records = [{"text": "a"}, {"text": "b <image> c"}, {"text": "<image> d"}]
     (warning,) = load_records(tmp_path, records).report.warnings
     assert warning.startswith(f"{tmp_path}")
@@ -173,9 +170,6 @@ def test_the_held_out_share_depends_on_the_content_alone(tmp_path: Path) -> None
     assert held_out.report.tokens == len(held_out.tokens_N)
     assert held_out.report.target_tokens == held_out.targets_N.sum()
     assert load_records(tmp_path, records, toy_tokenizer(adds_bos=False)).split(0.2)[1].sources == held_out.sources
-
-
-def test_pieces_of_one_text_stay_together(tmp_path: Path) -> None:
     records = [{"text": f"{index}" * 40} for index in range(100, 150)]
     sides = load_records(tmp_path, records, max_tokens=16).split(0.3)
     assert sum(len({source.split(" ")[0] for source in side.sources}) for side in sides) == 50

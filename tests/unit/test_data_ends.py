@@ -206,7 +206,7 @@ def test_no_special_token_is_added_twice(tmp_path: Path, text: str, begin: str, 
     assert tokenizer.decode(prompts.tokens(0)) == f"{begin}{prompt}"
 
 
-def test_a_prefix_of_tokens_is_put_before_a_text_once(tmp_path: Path) -> None:
+def test_prefixes_are_put_before_a_text_once(tmp_path: Path) -> None:
     """GLM's tokenizers put `[gMASK]<sop>` before a text, and have no BOS."""
     tokenizer = glm_tokenizer("glm4moe")
     pairs = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("[gMASK]", "<sop>")]
@@ -218,9 +218,6 @@ def test_a_prefix_of_tokens_is_put_before_a_text_once(tmp_path: Path) -> None:
         assert tokenizer.decode(ids) == "[gMASK]<sop>two<|endoftext|>"
     assert is_rendered(tokenizer, "[gMASK]<sop>two")
     assert not is_rendered(tokenizer, "two")
-
-
-def test_the_prefix_of_a_teacher_has_no_second_bos(tmp_path: Path) -> None:
     tokenizer = toy_tokenizer()
     for text in ("two", "<s>two"):
         documents = load_records(tmp_path, [{"text": text}], tokenizer, prefixes={"one": "<s>Know."})

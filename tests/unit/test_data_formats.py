@@ -40,7 +40,7 @@ def test_every_format_gives_the_same_records(tmp_path: Path, kind: str, ending: 
     assert [record.fields for record in read_records(tmp_path)] == LINES
 
 
-def test_lines_of_csv_records_with_quoted_newlines(tmp_path: Path) -> None:
+def test_lines_of_csv_and_of_an_array(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     text = '\ufeffprompt,completion\r\n"a, ""b""\n\nc",d\r\n\r\ne,f\nonly one\n"g\n",h\n'
     path.write_bytes(text.encode() + b"\xff,i\nj,k")
@@ -50,9 +50,6 @@ def test_lines_of_csv_records_with_quoted_newlines(tmp_path: Path) -> None:
     assert records[3].fields == {"prompt": "g\n", "completion": "h"}
     assert records[2].problem == "has 1 fields, expected 2: prompt, completion"
     assert records[4].problem == "not UTF-8 text in the column 'prompt'"
-
-
-def test_lines_of_an_array(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('\n [\n {"text":\n "a"},\n\n 3, {"text": "b"}]\n')
     records = list(read_records(path))

@@ -32,7 +32,7 @@ def packed_by_hand(gaps: tuple[str, ...]) -> tuple[PackedSequences, StepMicroBat
     return packed, packed.micro_batches([np.arange(len(packed))])
 
 
-def test_a_teacher_without_a_prefix_or_without_gaps_reads_what_the_student_reads() -> None:
+def test_micro_batches_of_a_teacher_are_built_when_they_are_accessed(monkeypatch: pytest.MonkeyPatch) -> None:
     _, step = packed_by_hand(("a", "unknown"))
     assert step.for_teacher("unknown") is step
     assert step.for_teacher("b") is step  # it has prefixes, but reads them outside of the job
@@ -41,6 +41,16 @@ def test_a_teacher_without_a_prefix_or_without_gaps_reads_what_the_student_reads
     assert plain.for_teacher("a") is plain
     ids, rows = plain.teacher_tokens(1, "a")
     assert (ids.tolist(), rows.tolist()) == ([7, 8, 2], [0, 1, 2])
+    _, step = packed_by_hand(("a", "b"))
+
+    def refuse(*_: Any) -> MicroBatch:
+        raise AssertionError("a micro-batch was built")
+
+    monkeypatch.setattr(PackedSequences, "micro_batch", refuse)
+    its = step.for_teacher("a")
+    assert (len(its), its.shapes_BS, its.tokens) == (1, [(2, 11)], 9)
+    with pytest.raises(AssertionError, match="was built"):
+        its[0]
 
 
 @pytest.mark.parametrize("gaps", [(), ("a",), ("a", "b")])
@@ -56,19 +66,6 @@ def test_what_a_teacher_outside_of_the_job_reads(gaps: tuple[str, ...]) -> None:
             teacher_ids, rows = step.teacher_tokens(number, name)
             length = packed_by_hand(())[0].documents.lengths_D[number]
             assert (teacher_ids.tolist(), rows.tolist()) == (ids, list(range(shift, shift + length)))
-
-
-def test_nothing_is_built_before_it_is_accessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, step = packed_by_hand(("a", "b"))
-
-    def refuse(*_: Any) -> MicroBatch:
-        raise AssertionError("a micro-batch was built")
-
-    monkeypatch.setattr(PackedSequences, "micro_batch", refuse)
-    its = step.for_teacher("a")
-    assert (len(its), its.shapes_BS, its.tokens) == (1, [(2, 11)], 9)
-    with pytest.raises(AssertionError, match="was built"):
-        its[0]
 
 
 def test_the_fingerprint_covers_where_a_bos_stays() -> None:

@@ -273,16 +273,13 @@ def test_a_template_that_drops_strings_gets_parts(qwen: Student, pictures: Path)
     assert documents.targets(0).tolist() == expected.targets(0).tolist()
 
 
-def test_what_is_no_processor_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_is_no_processor_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=rf"^the processor of '{tmp_path}' cannot be loaded: "):
         load_processor(str(tmp_path))
     write_image_model("internvl", tmp_path)
     (tmp_path / "processor_config.json").write_text('{"processor_class": "InternVLProcessor", "image_processor": 3}')
     with pytest.raises(ValueError, match=rf"^the processor of '{tmp_path}' cannot be loaded: "):
         load_processor(str(tmp_path))
-
-
-def test_a_processor_without_pillow_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stillhouse.images.load_processor.is_vision_available", lambda: False)
     with pytest.raises(ValueError, match=r"needs Pillow.*pip install 'stillhouse\[images\]'$"):
         load_processor("a/model")

@@ -66,17 +66,14 @@ def test_inputs_are_the_processors(pictures: Path, tmp_path_factory: pytest.Temp
     assert together.keys() == expected_images[0].keys()
 
 
-def test_a_run_without_images_refuses_documents_with_images(qwen: Student, pictures: Path) -> None:
-    documents = qwen.load_records(pictures, {"messages": CONVERSATIONS[0]})
-    with pytest.raises(ValueError, match="has images, which need media_inputs"):
-        PackedSequences(documents, max_tokens=200, seed=0).micro_batch([0])
-
-
-def test_placeholders_are_no_targets_if_all_tokens_are(qwen: Student, pictures: Path) -> None:
+def test_documents_with_images_have_placeholders_and_need_their_processor(qwen: Student, pictures: Path) -> None:
     documents = qwen.load_records(pictures, {"messages": CONVERSATIONS[1]}, tokens="all")
     is_pad = documents.tokens(0) == qwen.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert is_pad.sum() == 34
     assert documents.targets(0).tolist() == [False, *~is_pad[1:]]
+    documents = qwen.load_records(pictures, {"messages": CONVERSATIONS[0]})
+    with pytest.raises(ValueError, match="has images, which need media_inputs"):
+        PackedSequences(documents, max_tokens=200, seed=0).micro_batch([0])
 
 
 def test_documents_with_images_are_split_joined_and_selected(qwen: Student, pictures: Path) -> None:

@@ -82,10 +82,12 @@ def test_warnings_of_templates(tmp_path: Path, template: str, of_tools: bool, of
     assert (heading in warnings) == (of_prompt and prompts)
 
 
-def test_the_same_records_are_held_out_as_of_whole_documents(tmp_path: Path) -> None:
+def test_keys_are_those_of_documents_and_the_fingerprint_has_all_columns(tmp_path: Path) -> None:
     records = [{"prompt": f"{number} and two?", "completion": f"{number + 2}"} for number in range(40)]
     prompts, documents = load_prompts(tmp_path, records), load_records(tmp_path, records)
     assert prompts.keys_D.tolist() == documents.keys_D.tolist()
+    first, second = (load_prompts(tmp_path, [{"prompt": "a", "answer": answer}]) for answer in "bc")
+    assert first.fingerprint() != second.fingerprint()
 
 
 @pytest.mark.parametrize(("call", "problem"), refused_calls("prompts"))
@@ -102,11 +104,6 @@ def test_an_empty_prompt_needs_a_beginning_of_sequence(tmp_path: Path) -> None:
         load_prompts(tmp_path, records, without_bos)
     documents = load_prompts(tmp_path, records, without_bos, on_error="skip")
     assert (documents.report.skipped, len(documents)) == (1, 1)
-
-
-def test_the_fingerprint_depends_on_what_rewards_may_read(tmp_path: Path) -> None:
-    first, second = (load_prompts(tmp_path, [{"prompt": "a", "answer": answer}]) for answer in "bc")
-    assert first.fingerprint() != second.fingerprint()
 
 
 def test_weights_and_numbers_per_token_are_shifted_like_labels(tmp_path: Path) -> None:

@@ -91,6 +91,10 @@ def test_a_folder_and_a_glob_come_in_the_order_of_names(tmp_path: Path) -> None:
     assert texts(tmp_path) == ["a", "b", "c"]
     assert texts(f"{tmp_path}/*.jsonl") == ["a", "b"]
     assert texts(f"{tmp_path}/**/*.jsonl") == ["a", "b", "d"]
+    odd = tmp_path / "name:en@test"
+    odd.mkdir()
+    write_lines(odd / "a:b@c.jsonl", {"text": "here"})
+    assert texts(odd) == texts(odd / "a:b@c.jsonl") == ["here"]
 
 
 def no_file(kind: str, path: Path) -> None:
@@ -210,13 +214,6 @@ def test_a_part_that_is_not_there_is_an_error_that_names_what_was_given(call: st
     source = eval(call)
     with pytest.raises(ValueError, match=rf"(?s)^{source}: the hub's dataset .*{reason}"):
         read_records(source)
-
-
-def test_a_local_path_is_never_taken_apart(tmp_path: Path) -> None:
-    odd = tmp_path / "name:en@test"
-    odd.mkdir()
-    write_lines(odd / "a:b@c.jsonl", {"text": "here"})
-    assert texts(odd) == texts(odd / "a:b@c.jsonl") == ["here"]
 
 
 @pytest.mark.parametrize(("call", "message"), refused_calls("errors of the hub"))

@@ -40,7 +40,7 @@ def token_shares(sequences: PackedSequences, chosen: np.ndarray) -> np.ndarray:
     return np.bincount(sequences.set_S[chosen], weights=tokens, minlength=3) / sum(tokens)
 
 
-def test_the_shares_of_tokens_are_the_weights(tmp_path: Path) -> None:
+def test_the_shares_of_tokens_are_the_weights_and_the_seed_decides_the_order(tmp_path: Path) -> None:
     sequences, total = weighted(tmp_path), 2000
     steps = [sequences.step_sequences(step, 50, total) for step in range(40)]
     for step in steps:  # each step by itself, to a sequence
@@ -56,9 +56,6 @@ def test_the_shares_of_tokens_are_the_weights(tmp_path: Path) -> None:
     documents = sequences.documents
     for sequence in range(len(sequences)):
         assert len(set(documents.set_D[sequences.members(sequence)].tolist())) == 1
-
-
-def test_the_order_depends_on_the_seed_alone(tmp_path: Path) -> None:
     one, other = weighted(tmp_path), weighted(tmp_path)
     for step in (0, 7, 3):
         assert np.array_equal(one.step_sequences(step, 50, 2000), other.step_sequences(step, 50, 4000))

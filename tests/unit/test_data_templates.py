@@ -252,9 +252,11 @@ def test_a_template_of_its_own_for_tools() -> None:
     assert not tokenizer.decode(encode({"messages": CHAT}, tokenizer).ids).startswith("<tools>")
 
 
-def test_a_column_named_tools_beside_text_is_an_extra_column() -> None:
+def test_extra_columns() -> None:
     one, other = (encode(fields, toy_tokenizer()) for fields in ({"text": "a", "tools": 3}, {"text": "a"}))
     assert one.ids.tolist() == other.ids.tolist()
+    fields = {"prompt": "a", "messages": CHAT}
+    assert template_for(fields, toy_tokenizer(chat="plain"), "completion").columns == ("messages",)
 
 
 @pytest.mark.parametrize(("call", "message"), refused_calls("columns"))
@@ -262,11 +264,6 @@ def test_columns_of_no_or_several_forms(call: str, message: str) -> None:
     columns = eval(call)
     with pytest.raises(ValueError, match=message):
         template_for(dict.fromkeys(columns, "a"), toy_tokenizer(), "completion")
-
-
-def test_a_half_form_beside_a_whole_one_is_an_extra_column() -> None:
-    fields = {"prompt": "a", "messages": CHAT}
-    assert template_for(fields, toy_tokenizer(chat="plain"), "completion").columns == ("messages",)
 
 
 TEXT, COMPLETION, MESSAGES = {"text": "good"}, {"prompt": "a", "completion": "b"}, {"messages": CHAT}

@@ -30,15 +30,12 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, call: str, 
         choose_device(name)
 
 
-def test_precision_auto_is_bf16_where_a_gpu_has_units_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_precision_that_auto_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     assert best_precision(torch.device("cuda", 0)) == "bf16"
     assert best_precision(torch.device("mps")) == "fp32"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     assert best_precision(torch.device("cuda", 0)) == "fp32"
-
-
-def test_the_settled_precision_is_the_runs(tmp_path: Path) -> None:
     session = prepare(write_run(tmp_path, **{"train.precision": "auto"}), announce=False)
     assert session.schedule.train_config.precision == "fp32"
     assert session.models.engine.autocast is None

@@ -76,14 +76,11 @@ def test_every_module_function_and_test_exists(document: str) -> None:
             assert not test or test in NAMES[path], f"{file}::{test}"
 
 
-def test_the_architecture_names_functions_where_they_are() -> None:
+def test_the_architecture_names_functions_and_the_readme_all_documents() -> None:
     page = text_of("docs/architecture.md")
     rows = re.findall(r"^\| `([\w.]+)` \| `([\w/]+\.py)`", page, flags=re.MULTILINE)
     assert len(rows) == 15  # the walk of a micro-batch, and that of a sample
     assert [row for row in rows if row[0] not in NAMES[ROOT / "stillhouse" / row[1]]] == []
     known = set().union(*NAMES.values())
     assert [name for name in re.findall(r"`([A-Z]\w*[a-z]\w*(?:\.\w+)?)[`(]", page) if name not in known] == []
-
-
-def test_the_readme_leads_to_every_document() -> None:
     assert [name for name in DOCUMENTS[1:] if f"]({name})" not in text_of("README.md")] == []

@@ -25,25 +25,18 @@ def test_each_document_is_a_row_that_repeats_its_first_token() -> None:
     ids_NL = ids_of(rows)
     assert ids_NL[:, :4].tolist() == [[0, 1, 2, 0], [3, 4, 3, 3], [5, 5, 5, 5], [6, 7, 6, 6], [8] * 4, [9, 10, 11, 9]]
     assert torch.equal(rows.pack(ids_NL), torch.arange(12).view(2, 6))
+    rows = UnpackedRows.of(torch.tensor([[0, 1], [2, 3]]))
+    assert rows.unpack(torch.arange(4).view(2, 2))[:, :2].tolist() == [[0, 1], [2, 3]]
 
 
-def test_padding_has_no_row() -> None:
+def test_padding_has_no_row_except_one_if_there_is_nothing_else() -> None:
     rows = UnpackedRows.of(POSITIONS_BS, IS_PADDING_BS)
     assert ids_of(rows)[:, 0].tolist() == [0, 3, 6, 9]
     packed_BS = rows.pack(ids_of(rows))
     assert torch.equal(packed_BS[~IS_PADDING_BS], torch.arange(12).view(2, 6)[~IS_PADDING_BS])
-
-
-def test_a_micro_batch_of_padding_alone_has_one_row() -> None:
     rows = UnpackedRows.of(POSITIONS_BS, torch.ones_like(IS_PADDING_BS))
     assert ids_of(rows).shape == (1, 8)
     assert rows.pack(ids_of(rows)).shape == (2, 6)
-
-
-def test_a_document_does_not_reach_into_the_next_row_of_the_micro_batch() -> None:
-    """The positions of the second row would continue those of the first one."""
-    rows = UnpackedRows.of(torch.tensor([[0, 1], [2, 3]]))
-    assert rows.unpack(torch.arange(4).view(2, 2))[:, :2].tolist() == [[0, 1], [2, 3]]
 
 
 def faked(mode: FakeTensorMode, lengths: DocumentLengths) -> tuple[Tensor, Tensor, DocumentLengths]:

@@ -183,9 +183,6 @@ def test_a_worker_that_dies_is_replaced_and_the_turns_are_repeated(tmp_path: Pat
     assert call("Go", "", record, "a:1", Episode(2, ("a", "b"), (other,))).result(60) == "Go | a | b"
     pool.close()
     assert log(tmp_path) == ["reset", "one", "reset", "a", "die", "reset", "one", "die", "reset", "a", "b"]
-
-
-def test_turns_that_are_repeated_have_the_time_of_their_number(tmp_path: Path) -> None:
     pool = FunctionCalls([(ENVIRONMENT, "episode_games:Slow")], 1, seconds=1.5)
     call, turns = partial(pool.request, ENVIRONMENT, "episode_games:Slow"), ("a", "b", "c", "d")
     assert call("Go", "", {"log": str(tmp_path / "log")}, "a:1", Episode(1, turns, turns[:-1])).result(60) == "d"

@@ -141,14 +141,11 @@ def test_shards_give_the_signals_of_the_whole(borders: tuple[tuple[int, int], ..
     assert_equal_tensors(results[0]["top_k"], results[1]["top_k"])
 
 
-def test_all_ids_and_no_rows() -> None:
+def test_limits_of_ids_rows_and_numbers() -> None:
     head, none = OutputHead(torch.randn(9, 4)), torch.zeros(0, 2, dtype=torch.int32)
     assert top_k_log_probs(torch.randn(3, 4), head, 9, 1.0)["tail_log_prob"].tolist() == [-torch.inf] * 3
     assert chosen_log_probs(torch.zeros(0, 4), head, none, 1.0)["log_probs"].shape == (0, 2)
     assert ranked_log_probs(torch.zeros(0, 4), head, none[:, 0], 3)["ids"].shape == (0, 3)
-
-
-def test_ids_beyond_the_vocabulary_are_refused() -> None:
     hidden_CE, head, message = torch.randn(3, 4), OutputHead(torch.randn(9, 4)), "top_k=10 of a teacher with a vocab"
     with pytest.raises(ValueError, match="id 9 of a teacher with a vocabulary of 9"):
         chosen_log_probs(hidden_CE, head, torch.tensor([[1], [9], [2]]), 1.0)
@@ -156,10 +153,6 @@ def test_ids_beyond_the_vocabulary_are_refused() -> None:
         ranked_log_probs(hidden_CE, head, torch.tensor([1, 2, 3]), 10)
     with pytest.raises(ValueError, match=message):
         top_k_log_probs(hidden_CE, head, 10, 1.0)
-
-
-def test_nan_stays_nan_in_every_signal() -> None:
-    """A NaN that became −inf or a number would be trained on."""
     head, hidden_CE = OutputHead(torch.randn(9, 4)), torch.full((1, 4), torch.nan)
     rows = SignalRows(torch.tensor([0]), torch.tensor([[3, -1]]))
     tensors = extract(SignalSpec("chosen", "float32", 2, 1.0), hidden_CE[None], head, rows)

@@ -52,11 +52,8 @@ def test_a_value_of_another_type_is_refused(call: str, expected: str) -> None:
         split_options({name: value})
 
 
-def test_norms_are_not_computed_again_without_transformer_engine() -> None:
+def test_settings_that_megatron_core_refuses_are_named() -> None:
     with pytest.raises(ValueError, match=r"^parallel\.megatron\.recompute_modules: Megatron-Core needs Transf"):
         split_options({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]})
-
-
-def test_settings_that_megatron_core_refuses_are_named() -> None:
     with pytest.raises(ValueError, match=r"^parallel\.megatron: Megatron-Core refuses these settings: moe_act in"):
         transformer_config(tiny_config("qwen3_moe"), recompute_granularity="selective", recompute_modules=["moe_act"])

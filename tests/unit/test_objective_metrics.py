@@ -185,10 +185,6 @@ def test_loss_is_the_scaled_sum_of_the_metrics() -> None:
     names = list(output.per_token)
     total = sum(term.scale * output.metrics[name] for name, term in zip(names, terms, strict=True))
     torch.testing.assert_close(output.loss.detach(), total / 7)
-
-
-def test_a_term_of_scale_zero_is_only_reported() -> None:
-    """The term does not change the loss, even if its value is infinite."""
     teacher = DenseLogits(torch.zeros(T, V).index_fill(1, torch.tensor([7]), -math.inf))
     terms = [CrossEntropy(make_labels())]
     expected = run(linear_objective, make_leaves(), terms)

@@ -166,9 +166,6 @@ def test_what_an_objective_needs() -> None:
             student, _, labels = problem()
             labels[0] = -1
             assert math.isfinite(logits_objective(student, spec.terms(labels, {})).loss.item())
-
-
-def test_what_a_batch_may_lack() -> None:
     signal, _ = teacher()
     batch, leaves = make_batch(), make_leaves()
     fused(parse_objective("sampled_kl"), leaves, without(batch, OLD_LOG_PROBS, ADVANTAGES), signal)

@@ -35,7 +35,7 @@ def test_every_row_names_its_proofs() -> None:
         assert all(row.proofs for row in rows)
 
 
-def test_the_numbers_of_mistakes_are_true() -> None:
+def test_the_numbers_of_the_page_are_true() -> None:
     lists = (ROOT / "tests" / "kit" / "mistakes").glob("*.yaml")
     in_processes = sum(len(YAML(typ="safe").load(path.read_text())) for path in lists)
     in_configurations = len(MISTAKES)
@@ -43,15 +43,9 @@ def test_the_numbers_of_mistakes_are_true() -> None:
     proofs = (ROOT / "docs" / "proofs.md").read_text()
     assert f"{in_processes} mistakes in configurations, objectives" in proofs
     assert f"{in_configurations} more in configurations" in proofs
-
-
-def test_the_number_of_divergences_is_true() -> None:
     assert len(DIVERGENCES) == 7
     assert "seven\n[divergences]" in README
     assert "Seven divergences" in README
-
-
-def test_the_readme_fits_two_screens() -> None:
     assert len(README.splitlines()) <= 100
 
 

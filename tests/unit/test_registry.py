@@ -56,12 +56,15 @@ def test_add_ons_that_clash_or_are_damaged_are_named(tmp_path: Path, call: str, 
     assert re.search(f"^ValueError: {error}$", failed.stderr, re.MULTILINE), failed.stderr
 
 
-def test_an_unknown_name_is_refused_with_the_installed_ones() -> None:
+def test_unknown_names_and_earlier_metadata_are_refused(tmp_path: Path) -> None:
     code = "from stillhouse.registry import load\nload('stillhouse.trackers', 'csv')"
     error = (
         "ValueError: got 'csv': expected one of mlflow, tensorboard, trackio, wandb; these are the installed trackers"
     )
     assert error in run_python(code, ROOT).stderr
+    write_distribution(tmp_path, CSV, {}, "stillhouse")
+    done = run_python("import stillhouse.config", tmp_path, ROOT)
+    assert "ValueError: no kinds of environments and tools are registered (stillhouse.environments)" in done.stderr
 
 
 def test_a_checkout_has_the_same_add_ons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,13 +74,6 @@ def test_a_checkout_has_the_same_add_ons(tmp_path: Path, monkeypatch: pytest.Mon
     code = "from stillhouse.registry import *\nprint({group: [*registered(group)] for group in GROUPS})"
     listed = run_python(code, tmp_path / ".gpu", ROOT, isolated=True)
     assert ast.literal_eval(listed.stdout) == {group: [*registered(group)] for group in GROUPS}, listed.stderr
-
-
-def test_metadata_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
-    """An editable checkout that was updated: otherwise rollout.tools would have no effect."""
-    write_distribution(tmp_path, CSV, {}, "stillhouse")
-    done = run_python("import stillhouse.config", tmp_path, ROOT)
-    assert "ValueError: no kinds of environments and tools are registered (stillhouse.environments)" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -65,15 +65,14 @@ def test_a_damaged_file_is_named_until_it_is_whole_again(server: ReportServer, r
     assert answer_of(server)[0] == 200
 
 
-def test_only_this_machine_by_its_name_gets_the_page(server: ReportServer) -> None:
+def test_only_this_machine_gets_the_page_of_a_run_on_a_free_port(
+    server: ReportServer, run_dir: Path, tmp_path: Path
+) -> None:
     assert server.server_address[0] == "127.0.0.1"
     status, text, _ = answer_of(server, Host="attacker.example")
     assert (status, "distilled" in text) == (403, False)
     assert answer_of(server, Host=f"localhost:{server.server_port}")[0] == 200
     assert answer_of(server, "/metrics.jsonl")[0] == 404
-
-
-def test_a_port_that_is_taken_and_a_folder_without_a_run(server: ReportServer, run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^--port: \d+ on 127\.0\.0\.1 cannot be used"):
         ReportServer(run_dir, port=server.server_port)
     with pytest.raises(ValueError, match="contains no run"):

@@ -167,28 +167,20 @@ def test_a_run_with_a_tied_student_is_refused_before_its_first_step(tmp_path: Pa
             engine.close()
 
 
-def test_a_model_that_proves_nothing_is_refused(student: Student, server: StubServer) -> None:
-    with torch.no_grad():
-        server.model.model.get_output_embeddings().weight.zero_()
-    with pytest.raises(ValueError, match="its kind of log-probabilities cannot be proved"):
-        engine_of(server)
-
-
-def test_ids_outside_of_the_vocabulary_are_not_sent(server: StubServer, engine: ServedEngine) -> None:
+def test_requests_are_checked_and_may_ask_for_fewer_tokens(
+    server: StubServer, engine: ServedEngine, student: Student
+) -> None:
     before = len(server.requests)
     for ids in ([], [3, VOCABULARY], [-1]):
         with pytest.raises(ValueError, match="completion 7: its prompt has"):
             engine.generate([*requests_of(1), GenerationRequest(7, np.array(ids, np.int32), 0)])
     assert len(server.requests) == before
-
-
-def test_a_request_may_ask_for_fewer_tokens(student: Student, engine: ServedEngine) -> None:
     for most, count in ((3, 3), (99, 12)):
         requests = [replace(request, max_new_tokens=most) for request in requests_of(1)]
         student.assert_all_written(requests, engine.generate(requests), {1}, count)
 
 
-def test_what_is_not_published_is_refused(student: Student, server: StubServer) -> None:
+def test_what_is_not_published_proven_or_routed_is_refused(student: Student, server: StubServer) -> None:
     with closing(engine_of(server)) as engine:
         with pytest.raises(ValueError, match="expected update_weights first"):
             engine.generate(requests_of(1))
@@ -200,9 +192,10 @@ def test_what_is_not_published_is_refused(student: Student, server: StubServer) 
             with pytest.raises(ValueError, match=message):
                 engine.update_weights(1, folder)
     assert not [path for path, _ in server.requests if path.startswith("/pause")]
-
-
-def test_a_vllm_without_the_routes_is_refused(student: Student, server: StubServer) -> None:
+    with torch.no_grad():
+        server.model.model.get_output_embeddings().weight.zero_()
+    with pytest.raises(ValueError, match="its kind of log-probabilities cannot be proved"):
+        engine_of(server)
     server.kind = type("Other", (Sglang,), {"get_v1_models": None})  # any server without these routes
     server.restart()
     with pytest.raises(ValueError, match=r"/v1/models names no model.*--enable-scale-out"):

@@ -64,7 +64,7 @@ def settings(folder: Path, server: StubServer) -> dict[str, Any]:
     return {"teacher.url": server.url, "teacher.model": str(folder / "teacher"), "teacher.timeout": 5.0}
 
 
-def test_a_recorded_answer_of_vllms_pooling_is_read() -> None:
+def test_recorded_answers_of_vllm_are_read() -> None:
     document = DocumentRows(TOKENS, range(2, 6))
     [call] = VllmApi().calls(ServerInfo("", "t"), SignalSpec("hidden", "bfloat16"), 128, [document])
     headers = json.loads((RECORDED / "pool_bytes.headers.json").read_text())
@@ -75,9 +75,6 @@ def test_a_recorded_answer_of_vllms_pooling_is_read() -> None:
     assert torch.equal(signal["hidden"], hidden_SE[2:6])
     with pytest.raises(ValueError, match="bytes for"):
         call.parse(HttpAnswer(200, content[:-2], {"metadata": headers["metadata"]}))
-
-
-def test_a_recorded_answer_of_vllms_prompt_logprobs_is_read() -> None:
     recorded = json.loads((RECORDED / "compl_prompt_logprobs.json").read_text())
     spec = SignalSpec("top_k", "float32", 2, 1.0)
     document = DocumentRows(TOKENS, range(1, 5))

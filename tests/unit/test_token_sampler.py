@@ -56,7 +56,7 @@ def test_tokens_are_sampled_by_probability(rows: int, counted: int, vocabulary: 
     np.testing.assert_allclose(log_probs_B1[:, 0], log_probs_V[ids_B1[:, 0]], atol=1e-5)
 
 
-def test_neighbouring_seeds_and_counters_have_independent_noise() -> None:
+def test_noise_is_independent_and_finite() -> None:
     seeds_B2 = torch.stack([torch.arange(400, dtype=torch.int32), torch.zeros(400, dtype=torch.int32)], 1)
     noise_BC = _gumbel(seeds_B2, torch.arange(251, dtype=torch.int32)[None]).double()
     assert noise_BC.isfinite().all()
@@ -67,10 +67,6 @@ def test_neighbouring_seeds_and_counters_have_independent_noise() -> None:
     # the distribution function of the noise is exp(-exp(-x)): its values are uniform
     uniform = (-(-noise_BC).exp()).exp().flatten().sort().values
     assert (uniform - torch.linspace(0, 1, len(uniform))).abs().max() < 0.006
-
-
-def test_noise_is_finite_where_the_uniform_number_rounds_to_1() -> None:
-    """Noise of −inf would let a filtered token be drawn, if the only other one has it."""
     seeds_B2 = torch.tensor([[2033801605, 1788975990], [463643221, 524684293], [835851283, 1572763043]]).int()
     counters_BC = torch.tensor([[904073], [84142], [38428]]).int()
     noise_BC = _gumbel(seeds_B2, counters_BC)

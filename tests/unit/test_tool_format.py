@@ -110,22 +110,16 @@ def test_calls_of_a_turn(turn: str, expected: list[ToolCall]) -> None:
         assert bool(call.problem) == bool(of_test.problem)
 
 
-def test_a_model_of_gpt_oss_writes_another_header_than_its_template() -> None:
+def test_calls_of_other_formats() -> None:
+    tools = ToolFormat(tool_tokenizer(XML), SCHEMAS)
+    turn = "<tool_call>\n<function=echo>\n<parameter=text>\n 75001\n\n</parameter>\n</function>\n</tool_call>"
+    assert tools.calls(turn) == [ToolCall("echo", {"text": " 75001\n"})]
+    assert tools.calls(turn.replace("echo", "add").replace("text", "a")) == [ToolCall("add", {"a": 75001})]
     thoughts = "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant"
     turn = thoughts + '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2}'
     tools = ToolFormat(tool_tokenizer(HARMONY), SCHEMAS)
     assert tools.calls(turn) == [ToolCall("add", {"a": 2})]
     assert tools.calls('<|channel|>commentary to=functions.add json<|message|>{"a"')[0].problem
-
-
-def test_arguments_in_xml_have_the_types_of_the_schema() -> None:
-    tools = ToolFormat(tool_tokenizer(XML), SCHEMAS)
-    turn = "<tool_call>\n<function=echo>\n<parameter=text>\n 75001\n\n</parameter>\n</function>\n</tool_call>"
-    assert tools.calls(turn) == [ToolCall("echo", {"text": " 75001\n"})]
-    assert tools.calls(turn.replace("echo", "add").replace("text", "a")) == [ToolCall("add", {"a": 75001})]
-
-
-def test_one_call_at_a_time_where_the_template_writes_no_more() -> None:
     call = '{"name": "add", "parameters": {"a": 2}}'
     tools = ToolFormat(tool_tokenizer(LLAMA), SCHEMAS)
     assert tools.calls(call) == [ToolCall("add", {"a": 2})]

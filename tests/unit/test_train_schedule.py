@@ -42,9 +42,12 @@ def test_a_schedule(schedule: str) -> None:
     assert min(rates(997, schedule, warmup=0.03)) > 0
 
 
-def test_wsd_comes_down_in_the_last_fifth() -> None:
+def test_the_length_of_a_warm_up_and_of_a_decay() -> None:
     assert rates(20, "wsd") == pytest.approx([1.0] * 17 + [0.75, 0.5, 0.25])
     assert rates(20, "wsd", floor=0.2)[-1] == pytest.approx(0.2 + 0.8 * 0.25)
+    assert rates(4, "cosine", warmup=100) == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert 0.07 * 100 > 7
+    assert rates(100, "constant", warmup=0.07)[6] == 1.0
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -52,13 +55,6 @@ def test_the_floor_is_a_share_of_the_peak(schedule: str) -> None:
     falling = rates(1000, schedule, floor=0.1)
     assert (falling[0], falling[-1]) == pytest.approx((1.0, 0.1), abs=1e-3)
     assert min(falling) > 0.1
-
-
-def test_the_length_of_a_warm_up() -> None:
-    """One that is longer than the run still reaches the peak; a share of the steps has no rounding error."""
-    assert rates(4, "cosine", warmup=100) == pytest.approx([1 / 3, 2 / 3, 1, 1])
-    assert 0.07 * 100 > 7
-    assert rates(100, "constant", warmup=0.07)[6] == 1.0
 
 
 @pytest.mark.parametrize(

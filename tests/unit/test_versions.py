@@ -53,14 +53,8 @@ def test_bounds_are_those_that_were_tested() -> None:
     assert {name: Version(pin) for name, pin in oldest.items()} == {
         name: Version(bound) for name, bound in bounds().items()
     }
-
-
-def test_the_pinned_versions_are_within_the_bounds() -> None:
     pins = pinned("constraints.txt")
     assert all(Version(pins[name]) >= Version(bound) for name, bound in bounds().items() if name in pins)
-
-
-def test_python_versions_are_those_that_were_tested() -> None:
     classified = {line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python ::" in line}
     assert classified == {python for python, *_ in rows("Installing")}
     assert f">={min(classified, key=Version)}" == PROJECT["requires-python"]

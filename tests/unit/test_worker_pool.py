@@ -163,14 +163,13 @@ def test_nothing_is_left_of_a_pool_or_a_run(tmp_path: Path, signals: tuple[int, 
     wait_for(lambda: not any(map(is_running, processes)))
 
 
-def test_a_module_that_cannot_be_imported_any_more(pools: list[FunctionCalls], tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_imported_any_more(
+    pools: list[FunctionCalls], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "worker_functions.py").write_text("1 / 0")
     call = opened(pools, "length")
     with pytest.raises(ValueError, match="importing worker_functions raises ZeroDivisionError"):
         call("", "", {}, "a:1").result(60)
-
-
-def test_a_late_module(pools: list[FunctionCalls], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "worker_functions.py").write_text("import time; time.sleep(1000)")
     monkeypatch.setattr(worker, "SECONDS_TO_START", 0.5)
     late = r"worker_functions:length is not imported within 0\.5 s for the com"

@@ -184,10 +184,15 @@ def test_a_text_is_not_found_in_another_one(tmp_path: Path, template: str, messa
         load(tmp_path, template, messages)
 
 
-def test_a_text_that_is_changed_warns(tmp_path: Path) -> None:
+def test_changed_texts_and_dropped_thoughts_warn(tmp_path: Path) -> None:
     template = PLAIN_TEMPLATE.replace("message.content +", "message.content.replace('two', 'three') +")
     documents = load(tmp_path, template, [USER, ANSWER])
     assert "'content' of message 1 of 'messages' with changes inside" in str(documents.report.warnings)
+    answer = ANSWER | {"content": "<think>\nTwice two.\n</think>\n\nFour."}
+    documents = load(tmp_path, "qwen3", [USER, answer, USER, answer])
+    assert text(documents).count("Twice two.") == 1
+    assert "the thoughts in 'content' of message 2 of 'messages'" in documents.report.warnings[0]
+    assert not load(tmp_path, "qwen3", [USER, answer]).report.warnings
 
 
 @pytest.mark.parametrize(
@@ -202,14 +207,6 @@ def test_lost_thoughts_warn_once(tmp_path: Path, name: str, key: str) -> None:
     )
     assert "(such records: 2)" in line
     assert text(documents, 0) == text(documents, 1)
-
-
-def test_thoughts_of_earlier_turns_warn_and_the_rest_of_their_contents_is_proven(tmp_path: Path) -> None:
-    answer = ANSWER | {"content": "<think>\nTwice two.\n</think>\n\nFour."}
-    documents = load(tmp_path, "qwen3", [USER, answer, USER, answer])
-    assert text(documents).count("Twice two.") == 1
-    assert "the thoughts in 'content' of message 2 of 'messages'" in documents.report.warnings[0]
-    assert not load(tmp_path, "qwen3", [USER, answer]).report.warnings
 
 
 @pytest.mark.parametrize(
