@@ -69,7 +69,6 @@ def test_the_modules_of_a_package_have_no_import_cycle() -> None:
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
 def test_nothing_imports_a_module_of_tests(folder: str) -> None:
-    """What several modules of tests share is in tests/kit."""
     importing = {
         str(path.relative_to(ROOT))
         for path in (ROOT / folder).rglob("*.py")

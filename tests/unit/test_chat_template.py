@@ -23,7 +23,6 @@ TEMPLATE = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A student without a chat template, conversations, and the same student with a template."""
     write_run(tmp_path)
     turns = [
         [{"role": "user", "content": f"Two and {number}?"}, {"role": "assistant", "content": f"It is {number + 2}."}]

@@ -92,7 +92,6 @@ def test_long_completions_are_cut_and_counted(tmp_path: Path) -> None:
 
 
 def test_bad_records_stop_with_file_and_line_or_are_counted(tmp_path: Path) -> None:
-    """Of a file's line and of a template; the reasons themselves are in the tests of reading and templates."""
     bad = ['{"text": ', [1], {"body": "a"}, {"text": 5}, {"text": ""}]
     reasons = ("not valid JSON", "expected a JSON object", "column 'text' is missing", "'text' must be", "'text' is")
     for record, reason in zip(bad, reasons, strict=True):
@@ -137,7 +136,6 @@ def test_warnings_of_a_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("column", ["text", "answer"])
 def test_ids_beyond_a_head(tmp_path: Path, column: str) -> None:
-    """Of a document, and of the prefix of a teacher that reads it."""
     tokenizer = toy_tokenizer(adds_bos=False)
     tokenizer.add_tokens(["<image>"])
     records = [{"text": "a", "answer": ""}, {"text": "c", "answer": "b"} | {column: "b <image>"}]

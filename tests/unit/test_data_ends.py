@@ -193,7 +193,6 @@ RENDERED = "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\nfour<|im_en
     ],
 )
 def test_no_special_token_is_added_twice(tmp_path: Path, text: str, begin: str, end: str, adds_eos: bool) -> None:
-    """As a text, as a completion and as a prompt, also of a tokenizer that appends an end of its own."""
     tokenizer, options = toy_tokenizer(adds_eos=adds_eos), {"end_ids": [5], "max_tokens": 256}
     expected = f"{begin}{text}{end}"
     documents = load_records(tmp_path, [{"text": text}], tokenizer, **options)  # type: ignore[arg-type]

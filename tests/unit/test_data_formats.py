@@ -12,7 +12,6 @@ from stillhouse.data import DataError, read_records
 
 
 def compress(path: Path, content: bytes) -> Path:
-    """Write the content, compressed as the name says."""
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(content))
     elif path.suffix == ".zst":

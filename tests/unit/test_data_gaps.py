@@ -120,7 +120,6 @@ def test_rows_line_up(case: tuple[list[int], dict[str, list[int]]], gaps: tuple[
 
 
 def hidden(model: Any, ids_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-    """Return hidden states [T, D]."""
     with torch.no_grad():
         outputs = model.base_model(ids_BS, position_ids=positions_BS, use_cache=False)
     return outputs.last_hidden_state.flatten(0, 1)

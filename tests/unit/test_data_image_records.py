@@ -38,7 +38,6 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def asks(*parts: Any, **columns: Any) -> dict[str, Any]:
-    """A record with a question of these parts, or of this text."""
     return {"messages": [question(parts[0]) if isinstance(parts[0], str) else user(*parts), FOUR], **columns}
 
 

@@ -129,7 +129,6 @@ def _documents(session: Session) -> Iterator[np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp=2", "pipeline=2"])
 def test_two_processes_train_on_the_same_mixture(tmp_path: Path, layout: str) -> None:
-    """Same steps, same gradients, same metrics of each set as in one process; and a resumed run goes on with them."""
     more = {"eval.every": 1, "checkpoint.every": 2, "checkpoint.keep": 9, "train.steps": 4}
     write_run(tmp_path, **settings(tmp_path), **more)
     run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'one'}")

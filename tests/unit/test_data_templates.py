@@ -209,7 +209,6 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for 
 
 
 def with_tools(chat: Any) -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose template writes the tools first."""
     tokenizer = toy_tokenizer(chat=chat)
     tools_first = "{% if tools is not none %}{{ '<tools>' + tools | tojson + '</tools>' }}{% endif %}"
     tokenizer.chat_template = f"{tools_first}{tokenizer.chat_template}"

@@ -22,7 +22,6 @@ from stillhouse.libraries import is_at_least
 
 
 def changed(change: Callable[[dict[str, Any]], object]) -> PreTrainedTokenizerFast:
-    """Return the toy tokenizer after an edit of its serialised form."""
     state = json.loads(toy_backend().to_str())
     change(state)
     return toy_tokenizer(backend=Tokenizer.from_str(json.dumps(state)))
@@ -56,7 +55,6 @@ def words(normalizer: Any) -> PreTrainedTokenizerFast:
 
 
 def test_the_same_tokenizer_saved_and_loaded(tmp_path: Path) -> None:
-    """Also with another chat template."""
     loaded = load_tokenizer(str(save_toy_tokenizer(tmp_path, chat="plain")))
     pairs = ((toy_tokenizer(chat="generation"), loaded), (unigram(-2.0), unigram(-2.0)), (words(None), words(None)))
     for student, teacher in pairs:

@@ -100,7 +100,6 @@ def test_prose_is_docstrings_and_comments_in_source_order(tmp_path):
 
 
 def test_topics_are_read_with_and_without_an_annotation(tmp_path):
-    """And a library without topics, and with a broken module."""
     write(tmp_path, "broken.py", "def (:")
     write(tmp_path, "good.py", '"""Some words."""')
     assert corpus.collect_documents(tmp_path) == [NamedText("good", "Some words.")]
@@ -142,7 +141,6 @@ def test_the_teacher_is_as_good_as_its_card_says(teacher, tokenizer, documents):
 
 
 def test_a_student_is_a_quarter_of_the_teacher_and_follows_its_seed(teacher, tmp_path):
-    """It shares the teacher's vocabulary, and leaves the global random state alone."""
     before = torch.random.get_rng_state()
     student.save_new_student(tmp_path, seed=1)
     assert torch.equal(before, torch.random.get_rng_state())

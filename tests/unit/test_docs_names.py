@@ -42,7 +42,6 @@ def text_of(name: str) -> str:
 
 
 def named(dotted: str) -> Any:
-    """Import a module, or an attribute of one."""
     try:
         return importlib.import_module(dotted)
     except ModuleNotFoundError:

@@ -45,7 +45,6 @@ def problem(borders: tuple[tuple[int, int], ...], top_k: int = 7, temperature: f
 
 
 def signals(rank: Rank, case: Problem) -> Signals:
-    """Those of this rank's shard."""
     start, stop = case.borders[rank.number]
     shard = VocabShard(start, stop, rank.groups[len(case.borders)])
     return _signals(OutputHead(case.weight_VE[start:stop], case.bias_V[start:stop], shard=shard), case)
@@ -132,7 +131,6 @@ def test_every_signal_equals_float64(temperature: float) -> None:
 @pytest.mark.parametrize("top_k", [1, 7, 100])
 @pytest.mark.parametrize("borders", [EVEN, UNEVEN, EMPTY], ids=["even", "uneven", "a rank without rows"])
 def test_shards_give_the_signals_of_the_whole(borders: tuple[tuple[int, int], ...], top_k: int) -> None:
-    """A rank may hold fewer than K ids."""
     case = problem(borders, max(top_k, 4))._replace(top_k=top_k)
     case = case._replace(ids_CK=case.ids_CK[:, :top_k])
     results = on_ranks(signals, len(borders), case)

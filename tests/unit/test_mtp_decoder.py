@@ -70,7 +70,6 @@ def with_new_layers(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "what"), [("jamba", "have"), ("zamba", "have"), ("hy_v4", "run")])
 def test_an_error_of_transformers_names_the_model(family: str, what: str) -> None:
-    """Its layers for multi-token prediction cannot be built, or cannot run."""
     with pytest.raises(
         ValueError, match=rf"model type '{family}'\) cannot {what} layers for multi-token prediction: "
     ):

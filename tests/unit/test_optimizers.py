@@ -69,7 +69,6 @@ def reference(kind: str, model: nn.Module, rate: float) -> list[torch.optim.Opti
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("kind", MOMENTS)
 def test_steps_are_those_of_the_library(kind: str, family: str) -> None:
-    """Three steps with two learning rates; the model is large enough for moments of 8 bits."""
     model = build(family, vocab_size=256)
     other = copy.deepcopy(model)
     decoder = Decoder(model, verify=False)
@@ -130,7 +129,6 @@ def test_the_module_decides_what_a_matrix_is(family: str) -> None:
 
 
 def test_weights_of_unknown_names_have_weight_decay() -> None:
-    """A model's own code may use any names for matrices; those of vectors are known."""
     module = nn.Module()
     names = {"kernel": (4, 8), "w1": (4, 8), "wi": (2, 4, 8), "router": (4, 8), "W_q": (4, 8), "pos_embed": (1, 4, 8)}
     vectors = {"shift": (1, 1, 8), "router_bias": (4, 8), "A_log": (4, 8)}
@@ -263,7 +261,6 @@ def test_a_layout_that_divides_weights_is_refused(tmp_path: Path, kind: str, deg
     ],
 )
 def test_checkpoints_move_between_layouts(tmp_path: Path, kind: str, layouts: list[str]) -> None:
-    """A run in one process is continued under a layout, and that one by one process again, with the same result."""
     write_run(tmp_path, **{"train.optimizer": kind, "checkpoint.every": 1, "checkpoint.keep": 9})
     distill(tmp_path, "one", 1)
     for layout in layouts:

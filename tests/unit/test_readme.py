@@ -28,7 +28,6 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_every_row_names_its_proofs() -> None:
-    """`test_docs_names.py` checks that these tests exist and, after all tests, `proofs.py` that they passed."""
     for page, most in {"README.md": 10, "docs/proofs.md": 120}.items():
         rows = proof_rows((ROOT / page).read_text())
         assert most // 3 < len(rows) <= most
@@ -91,7 +90,6 @@ def test_before_and_after_are_the_same_loss_and_gradients(dtype: torch.dtype, er
 
 
 def test_the_processors_of_the_page_run() -> None:
-    """Run all processors for a decoder on one batch."""
     page = (ROOT / "docs" / "output_processor.md").read_text()
     shown = code_blocks(page.partition("## The processors")[2], "python")
     decoder, ids = Decoder(build("llama", seed=1)), torch.randint(3, 251, (2, 17))

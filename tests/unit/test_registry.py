@@ -99,7 +99,6 @@ def test_an_add_on_with_the_name_of_another_key_is_refused(tmp_path: Path, group
 
 
 def test_an_add_on_without_a_key_of_its_own_may_have_any_name(tmp_path: Path) -> None:
-    """The same package under another name, and an entry whose `field` is None."""
     text_environment = {"environment": "stillhouse.agents.environments:TextEnvironment"}
     write_distribution(tmp_path, {"stillhouse.environments": text_environment}, {}, "stillhouse-fork")
     kind = {"kinds.py": "class Kind:\n    field, rules = None, tuple\n"}

@@ -59,7 +59,6 @@ def test_replies_have_the_tokens_of_apply_chat_template(template: str, role: Lit
 
 @pytest.mark.parametrize("name", [slow(name) for name in OF_TRL])
 def test_templates_of_families(name: str) -> None:
-    """Read from the installed TRL."""
     added = ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "<end_of_turn>", "<|user|>"]
     added += ["<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"]
     tokenizer = tool_tokenizer(chat_templates()[name], *added)

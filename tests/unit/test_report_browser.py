@@ -164,7 +164,6 @@ HOLES = """[...document.querySelectorAll(".charts, .figures, .tables")].flatMap(
 
 
 def opened(path: Path, width: int, theme: str) -> tuple[dict[str, str], list[str]]:
-    """Open the page with this width and theme. Return its measurements and the browser's errors."""
     frame = path.with_name("frame.html")
     page = html.escape(path.read_text(encoding="utf-8"))
     frame.write_text(FRAME.format(width=width, page=page), encoding="utf-8")

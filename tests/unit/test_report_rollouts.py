@@ -129,7 +129,6 @@ def write_samples(folder: Path, steps, text=TEXT, **changes) -> None:
 
 
 def test_a_page_shows_at_most_200_steps_and_a_bounded_number_of_tokens(run_dir):
-    """In the order of steps, which the lines of the file do not have."""
     write_samples(run_dir, [*range(226, 451), *range(1, 226)], "a b")
     page = Page(write_report(run_dir))
     shown = [int(step) for step in re.findall(r"<summary>step (\d+)", page.source)]

@@ -93,7 +93,6 @@ def test_a_file_that_is_removed_meanwhile_is_an_error(tmp_path):
 
 
 def test_the_trainers_spans_add_up_to_its_step(tmp_path):
-    """Also the time between its blocks, and waiting for completions of a later step."""
     with opened(tmp_path, 0, 10, 10, 11, 11, 13.5, 14, 14.5, 15) as log:
         log.begin_step(5)
         with log.trainer("wait for completions"):

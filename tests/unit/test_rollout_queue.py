@@ -153,8 +153,6 @@ def test_a_turn_that_arrives_before_a_checkpoint_gets_its_reply_after_it() -> No
 
 
 class EngineInJob(LateEngine):
-    """Generates before it returns."""
-
     def start(self, queue: RolloutQueue) -> None:
         queue.start(0)
         while requests := queue.samples.next_requests():
@@ -290,7 +288,6 @@ DIFFERENT = [
 @pytest.mark.parametrize("deviation", ["population", "sample"])
 @pytest.mark.parametrize("rewards", EQUAL + DIFFERENT, ids=str)
 def test_advantages_are_those_of_exact_arithmetic(rewards: list[float], deviation: str) -> None:
-    """Also for rewards whose spread is much smaller than the rewards themselves."""
     assert rewards_are_equal(rewards) == (rewards in EQUAL)
     for how in ("centered", "normalized"):
         if how == "normalized" and rewards in EQUAL:

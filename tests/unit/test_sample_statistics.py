@@ -48,7 +48,6 @@ def test_a_prompt_whose_rewards_are_equal_has_no_signal() -> None:
 
 
 def test_samples_jsonl_has_all_completions_of_some_prompts() -> None:
-    """Three prompts with 2 completions each, or a source with 3 completions beside another one with 1."""
     samples = [sample(number) for number in range(6)]
     shown = {most: shown_numbers(samples, PLAN, 0, most) for most in (0, 1, 2, 3, 4, 6)}
     assert shown == {0: [], 1: [0], 2: [0, 1], 3: [0, 1], 4: [0, 1, 2, 3], 6: [0, 1, 2, 3, 4, 5]}

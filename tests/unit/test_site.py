@@ -46,7 +46,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pages() -> Iterator[tuple[Path, str]]:
-    """Yield each page of the repository and its place on the site."""
     for path in (*sorted(ROOT.glob("[!R]*.md")), *sorted((ROOT / "docs").rglob("*.md"))):
         yield path, f"{path.relative_to(ROOT).with_suffix('')}/index.html"
     yield ROOT / "README.md", "index.html"
@@ -137,7 +136,6 @@ def test_the_records_of_the_quick_start_are_read(tmp_path: Path) -> None:
 
 
 def test_the_navigation_has_every_page() -> None:
-    """So that a page which is added is also found."""
     listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert listed == {str(path.relative_to(ROOT)) for path, _ in pages()}
     assert yaml.safe_load((ROOT / "mkdocs.yml").read_text())["theme"]["font"] is False

@@ -167,7 +167,6 @@ def test_the_harness_evaluates_a_model(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_prompt_has_the_tokens_that_it_has_in_training(tmp_path: Path) -> None:
-    """Also if the tokenizer puts special tokens on both ends."""
     tokenizer, spec = toy_tokenizer(adds_bos=True, adds_eos=True), TaskSpec.of("brackets")
     problems = [problem(spec, 5, number, held_out=True) for number in range(30)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(problem.record("brackets")) + "\n" for problem in problems))

@@ -54,7 +54,6 @@ def server(folder: Path) -> Iterator[StubServer]:
 
 @pytest.fixture
 def other(folder: Path) -> Iterator[StubServer]:
-    """A server of another teacher."""
     with stub_server(Vllm, folder / "other") as running:
         yield running
 
@@ -94,7 +93,6 @@ def test_recorded_answers_of_vllm_are_read() -> None:
 
 def test_the_stub_answers_in_the_recorded_forms(server: StubServer) -> None:
     def names(value: Any) -> Any:
-        """The structure of what the client reads."""
         choice = value["choices"][0]
         return [None if row is None else sorted(next(iter(row.values()))) for row in choice["prompt_logprobs"][:2]]
 

@@ -39,7 +39,6 @@ def test_a_format_is_proven_by_the_templates_calls(title: str) -> None:
 
 @pytest.mark.parametrize("name", [slow(name) for name in OF_TRL])
 def test_templates_of_families(name: str) -> None:
-    """Read from the installed TRL."""
     trl = pytest.importorskip("trl")
     source = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
     added = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<end_of_turn>", "<|end|>")

@@ -102,7 +102,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ran(installed: Path, folder: Path, *command: str) -> str:
-    """Run a program of the environment outside of the checkout; return its standard output."""
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     program, *arguments = command
     done = subprocess.run([installed / program, *arguments], cwd=folder, env=outside, capture_output=True, text=True)

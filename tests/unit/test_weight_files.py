@@ -28,7 +28,6 @@ SIZE = "30KB"
 
 
 def other_weights(folder: Path, **options: Any) -> Path:
-    """Save other weights of the same model below a folder."""
     build("llama", seed=7).save_pretrained(folder, **options)
     return folder
 
