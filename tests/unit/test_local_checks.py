@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from kit.config_cases import refused_calls
+from kit.config_cases import MESSAGES, refused_calls
 
 from stillhouse.config import load_config
 from stillhouse.run.local_checks import check_local
@@ -25,24 +25,7 @@ for command in {commands!r}:
     print(code, text.getvalue().strip())
 print({{"torch", "transformers", "numpy"}} & {{*sys.modules}})
 """
-MISTAKES = {
-    "distill run.yaml student.model=./studnt": "2 error: student.model: got './studnt': expected an existing folder",
-    "distill run.yaml teacher.model=a/b/c": "2 error: teacher.model: got 'a/b/c': expected an existing folder, or",
-    "check run.yaml data.train=trian.jsonl": "2 error: data.train: no such file or folder: trian.jsonl",
-    "check run.yaml data.train=no/*.jsonl": "2 error: data.train: no file matches no/*.jsonl",
-    "parity run.yaml data.eval=5%": "2 error: data.eval: no such file or folder: 5% (a share is",
-    "distill run.yaml data.eval={b:\u00a0./none}": "2 error: data.eval.b: no such file or folder: ./none",
-    "cache run.yaml --out caches/a data.chat_template=a.jinja": "2 error: data.chat_template: got a.jinja, but there",
-    "distill run.yaml teacher.model=null teacher.cache=caches/none": "2 error: teacher.cache: got caches/none, but",
-    "distill run.yaml objective.loss=0.5*jsd(1.5)": "2 error: objective.loss: jsd(1.5): expected 0 < beta < 1",
-    "plan run.yaml objective.loss=foward_kl": "2 error: objective.loss: unknown name 'foward_kl'; did you mean",
-    "distill run.yaml eval.callbacks=[mine:acuracy]": "2 error: eval.callbacks: got 'mine:acuracy', but mine has no",
-    "check run.yaml eval.callbacks=[typo:f]": "2 error: eval.callbacks: got 'typo:f', but importing typo raises Syn",
-    "distill run.yaml out=train.jsonl/a": "2 error: out: got train.jsonl/a, but",
-    "distill run.yaml out=/proc/a/b": "2 error: out: got /proc/a/b, but /proc cannot be written",
-    "check run.yaml teacher.url=http://127.0.0.1:9": "2 error: teacher.url: got http://127.0.0.1:9, where no server",
-    "distill run.yaml parallel.fsdp=3": "2 error: parallel: fsdp 3 needs 3 processes, but",
-}
+MISTAKES = {case["call"]: case["error"] for case in MESSAGES["commands before torch"]}
 RUN = """
 student: {model: student}
 teacher: {model: student}

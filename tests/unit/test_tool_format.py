@@ -14,7 +14,7 @@ from transformers.utils import get_json_schema
 
 from stillhouse.agents.episodes import Episodes, Tools
 from stillhouse.agents.replies import ToolReplies
-from stillhouse.agents.tool_format import UNKNOWN, ToolCall, ToolFormat
+from stillhouse.agents.tool_format import UNKNOWN, ToolCall, ToolFormat  # noqa: F401 (messages.yaml)
 from stillhouse.rollout.turns import SampleTurns, done
 from stillhouse.user_code.function_calls import CallLostError
 
@@ -75,38 +75,12 @@ def test_the_tokenizers_own_response_template_is_used() -> None:
     assert tools.calls(CALL.replace("tool_call>", "call>")) == [ToolCall("add", {"a": 2, "b": 2})]
 
 
-@pytest.mark.parametrize(
-    ("turn", "expected"),
-    [
-        (CALL, [ToolCall("add", {"a": 2, "b": 2})]),
-        (f"I will add.\n{CALL}\n{CALL}", 2 * [ToolCall("add", {"a": 2, "b": 2})]),
-        ("It is 4.", []),
-        (f"<think>{CALL}</think>It is 4.", []),
-        ('<tool_call>{"name": "add", "arguments": {}}', [ToolCall("add", {})]),
-        (
-            '<tool_call>{"name": "add", "arg</tool_call>',
-            [ToolCall(UNKNOWN, {}, "the call cannot be parsed (json parser")],
-        ),
-        ("</tool_call> <tool_call>", [ToolCall(UNKNOWN, {}, "the call cannot be parsed")]),
-        (
-            '<tool_call>{"name": "sub"}</tool_call>',
-            [ToolCall(UNKNOWN, {}, "there is no tool 'sub': expected add, find, echo")],
-        ),
-        (
-            '<tool_call>{"name": "add", "arguments": "a"}</tool_call>',
-            [ToolCall("add", {}, "the arguments of the call are no")],
-        ),
-        ('<tool_call>["add"]</tool_call>', [ToolCall(UNKNOWN, {}, "the call has no name of a tool")]),
-        (f"<tool_call>{'[' * 100_000}</tool_call>", [ToolCall(UNKNOWN, {}, "the call cannot be parsed (")]),
-    ],
-    ids=range(11),
-)
-def test_calls_of_a_turn(turn: str, expected: list[ToolCall]) -> None:
+@pytest.mark.parametrize(("call", "problem"), refused_calls("calls of a turn"))
+def test_calls_of_a_turn(call: str, problem: str) -> None:
+    turn, *expected = eval(call)
     calls = ToolFormat(tool_tokenizer(), SCHEMAS).calls(turn)
-    assert [(call.name, call.arguments) for call in calls] == [(call.name, call.arguments) for call in expected]
-    for call, of_test in zip(calls, expected, strict=True):
-        assert call.problem.startswith(of_test.problem)
-        assert bool(call.problem) == bool(of_test.problem)
+    assert [(made.name, made.arguments) for made in calls] == expected
+    assert all(made.problem.startswith(problem) and bool(made.problem) == bool(problem) for made in calls)
 
 
 def test_calls_of_other_formats() -> None:

@@ -134,13 +134,6 @@ def test_empty_contents_are_the_same_in_every_form(tmp_path: Path, name: str) ->
     load(tmp_path, name, [USER, ANSWER | {"content": ""}, USER, ANSWER])
 
 
-@pytest.mark.parametrize("name", ["phi3", "llama3", "idefics3", "smolvlm"])
-def test_lost_calls_are_named_before_turns_without_place(tmp_path: Path, name: str) -> None:
-    call = {"role": "assistant", "tool_calls": [CALL]}
-    with pytest.raises(DataError, match="does not write 'tool_calls' of message 2 of 'messages'"):
-        load(tmp_path, name, [USER, call, {"role": "tool", "content": "4"}, ANSWER])
-
-
 @pytest.mark.parametrize("more", [{"name": "Ann"}, {"metadata": {"k": [7]}}, {"prefix": True}, {"id": "msg 7"}])
 def test_keys_of_messages_that_are_not_written_warn_once(tmp_path: Path, more: dict[str, Any]) -> None:
     (key,) = more
@@ -165,23 +158,6 @@ _ONCE = PLAIN_TEMPLATE.replace(
     "messages %}", "messages %}{% if loop.first or message.content != loop.previtem.content %}"
 ).replace("{% endfor %}", "{% endif %}{% endfor %}")
 _NO_SYSTEM = PLAIN_TEMPLATE.replace("in messages", "in messages if message.role != 'system'")
-
-
-@pytest.mark.parametrize(
-    ("template", "messages"),
-    [
-        (_NO_SYSTEM, [{"role": "system", "content": "4"}, USER | {"content": "2, 4, 24?"}, ANSWER]),
-        (_NO_SYSTEM, [{"role": "system", "content": "Two and two?"}, USER, ANSWER]),
-        (_ONCE, [USER, USER, ANSWER]),
-        (
-            PLAIN_TEMPLATE.replace("message.content +", "message.content[:40] +"),
-            [USER | {"content": "Two? " * 10}, ANSWER],
-        ),
-    ],
-)
-def test_a_text_is_not_found_in_another_one(tmp_path: Path, template: str, messages: list[Any]) -> None:
-    with pytest.raises(DataError, match="does not write"):
-        load(tmp_path, template, messages)
 
 
 def test_changed_texts_and_dropped_thoughts_warn(tmp_path: Path) -> None:
