@@ -4,60 +4,17 @@ import subprocess
 import sys
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import pytest
-from kit.config_cases import LEAST, load, yaml_file
+from kit.config_cases import LEAST, MESSAGES, load, yaml_file
 
-from docs.write_config import EXAMPLE
-from stillhouse.config import AdapterConfig, TrainConfig, load_config
-
-#: a file, overrides, and the values that they give by their keys
-MEANINGS: list[tuple[str, list[str], dict[str, Any]]] = [
-    ("", [], {"teacher": None, "train": TrainConfig(), "objective.loss": "forward_kl", "data.on_error": "raise"}),
-    (
-        "# nothing yet\n",
-        [],
-        {"train.tokens_per_step": 131072, "train.betas": (0.9, 0.95), "device": "auto", "seed": 0},
-    ),
-    ("train:\nteacher:\nobjective: {}\n", [], {"train.clip": 1.0, "teacher": None, "objective.temperature": 1.0}),
-    (EXAMPLE, [], {"student.model": "Qwen/Qwen3-0.6B", "teacher.dtype": "bfloat16", "out": "runs/qwen3"}),
-    (EXAMPLE, [], {"data.eval": 0.02, "data.max_tokens": 4096, "train.learning_rate": 2e-5, "train.epochs": 1.0}),
-    (EXAMPLE, [], {"objective.loss": "0.3*cross_entropy + 0.7*jsd(0.5)", "train.steps": None, "eval.every": 100}),
-    (EXAMPLE, [], {"checkpoint.keep": 2, "track": ["tensorboard"]}),
-    (
-        *("", ["teacher=null", "objective.loss=cross_entropy", "checkpoint.best=eval/forward_kl", "data.eval=0"]),
-        {"checkpoint.best": "eval/forward_kl"},
-    ),
-    # null
-    *(("", [f"train.clip={null}"], {"train.clip": None}) for null in ("null", "~", "")),
-    ("teacher: {model: t}", ["teacher=null"], {"teacher": None}),
-    # sections
-    (
-        *("", ["teacher={model: t, dtype: float16}", "teacher.revision=main"]),
-        {"teacher.model": "t", "teacher.dtype": "float16", "teacher.revision": "main"},
-    ),
-    ("", [], {"student.adapter": None}),
-    (
-        *("", ["student.adapter={type: lora, r: 8, alpha: 16, targets: [q_proj]}", "student.adapter.r=4"]),
-        {"student.adapter": AdapterConfig(r=4, alpha=16, targets=["q_proj"])},
-    ),
-    ("", ["student.adapter.dropout=0.1"], {"student.adapter": AdapterConfig(dropout=0.1)}),
-    ("", ["student.adapter={r: 8}", "student.adapter=null"], {"student.adapter": None}),
-    # a later layer's steps replace an earlier layer's epochs
-    ("", ["train.steps=5"], {"train.epochs": None, "train.steps": 5}),
-    ("train: {epochs: 3}", ["train.steps=5"], {"train.epochs": None, "train.steps": 5}),
-    ("train: {steps: 30}", ["train.epochs=2"], {"train.epochs": 2.0, "train.steps": None}),
-    # the home folder
-    ("", ["out=~/runs/a", "data.eval=~/a"], {"out": "/home/somebody/runs/a", "data.eval": "/home/somebody/a"}),
-    ("", ["student.model=org/name~1"], {"student.model": "org/name~1"}),
-]
+from docs.write_config import EXAMPLE  # noqa: F401 (messages.yaml)
+from stillhouse.config import AdapterConfig, TrainConfig, load_config  # noqa: F401 (messages.yaml)
 
 
-@pytest.mark.parametrize(("file", "overrides", "expected"), MEANINGS)
-def test_a_configuration_means_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, overrides: list[str], expected: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("call", MESSAGES["meanings of configurations"])
+def test_a_configuration_means_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    file, overrides, expected = eval(call)
     monkeypatch.setenv("HOME", "/home/somebody")
     config = load(*overrides, file=yaml_file(tmp_path, file))
     assert {key: attrgetter(key)(config) for key in expected} == expected
