@@ -112,9 +112,8 @@ def test_every_fault_and_every_missing_key_has_its_line() -> None:
 def test_a_section_of_another_tool_has_a_line_for_each_key_that_is_known(tmp_path: Path) -> None:
     text = "trainer: {total_epochs: 3, default_local_dir: a, nnodes: {x: 1}}\noptim: {}\n"
     error = failure(file=yaml_file(tmp_path, text))
-    assert [part.key for part in error.parts] == [
-        *("trainer.total_epochs", "trainer.default_local_dir", "trainer", "optim")
-    ]
+    keys = ["trainer.total_epochs", "trainer.default_local_dir", "trainer", "optim"]
+    assert [part.key for part in error.parts] == keys
     assert "there are no suggestions for its nnodes.x" in str(error)
     names = ["model_name_or_path", "learning_rate", "num_train_epochs", "output_dir", "lmbda", "beta", "seed_", "lr"]
     many = {f"{name}{'_' * number}": 1 for number in range(4) for name in names}

@@ -87,10 +87,8 @@ def check_alignment(student: str, teacher: str, text: str) -> None:
     borders = [[sum(map(len, pieces[:count])) for count in range(len(pieces) + 1)] for pieces in sides]
     common = sorted(set(borders[0]) & set(borders[1]))
     *spans, end = document.spans
-    assert (end.student, end.teacher) == (
-        range(len(ids) - 1, len(ids)),
-        range(len(document.teacher_tokens) - 1, len(document.teacher_tokens)),
-    )
+    last, there = len(ids) - 1, len(document.teacher_tokens) - 1
+    assert (end.student, end.teacher) == (range(last, last + 1), range(there, there + 1))
     covered = [
         [b"".join(side[at - skip] for at in of) for side, skip, of in zip(sides, (start, first), span, strict=True)]
         for span in spans
@@ -141,9 +139,8 @@ def test_ids_match_if_they_stand_for_the_same_bytes(student: str, teacher: str) 
     one, other = tokenizer(student), tokenizer(teacher)
     aligner = aligner_of(student, teacher)
     twins = {index: twin for index, twin in enumerate(aligner.student_of.tolist()) if twin >= 0}
-    assert {twin: index for index, twin in twins.items()} == {
-        index: twin for index, twin in enumerate(aligner.teacher_of.tolist()) if twin >= 0
-    }
+    ours = {index: twin for index, twin in enumerate(aligner.teacher_of.tolist()) if twin >= 0}
+    assert {twin: index for index, twin in twins.items()} == ours
     ours, others = vocabulary_bytes(one), vocabulary_bytes(other)
     pieces = {ours[twin]: others[index] for index, twin in twins.items() if twin in ours}
     assert all(piece == same for piece, same in pieces.items())
@@ -210,9 +207,8 @@ def test_spaces_are_added_only_where_the_tokenizers_add_them(student: str, teach
     text = b"".join(bytes_of(one, ids[cut:])).decode()
     (document,) = aligner.align([np.array(ids[cut:], dtype=np.int32)])
     plain_ids = other(text, add_special_tokens=False)["input_ids"]
-    assert document.teacher_tokens.tolist() == (
-        cut_within_a_text(other, text) if teacher in ("pieces", "mistral") else plain_ids
-    )
+    expected = cut_within_a_text(other, text) if teacher in ("pieces", "mistral") else plain_ids
+    assert document.teacher_tokens.tolist() == expected
     assert not document.begins
 
 

@@ -70,10 +70,8 @@ def test_what_a_teacher_outside_of_the_job_reads(gaps: tuple[str, ...]) -> None:
 
 def test_the_fingerprint_covers_where_a_bos_stays() -> None:
     documents = by_hand()
-    changed = {
-        name: replace(of_teacher, spans_P2=1 - of_teacher.spans_P2)
-        for name, of_teacher in documents.substitutions.items()
-    }
+    given = documents.substitutions
+    changed = {name: replace(texts, spans_P2=1 - texts.spans_P2) for name, texts in given.items()}
     assert replace(documents, substitutions=changed).fingerprint() != documents.fingerprint()
 
 
@@ -131,9 +129,8 @@ def distance(actual_TD: Tensor, expected_TD: Tensor) -> float:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_hidden_states_equal_those_of_each_document_alone(family: str) -> None:
-    documents = random_documents(
-        [9, 1, 7, 12, 3, 16, 5, 2], {"a": [3, 4, 0, 1, 8, 2, 0, 6], "b": [1, 0, 0, 5, 9, 6, 0, 2]}
-    )
+    prefixes = {"a": [3, 4, 0, 1, 8, 2, 0, 6], "b": [1, 0, 0, 5, 9, 6, 0, 2]}
+    documents = random_documents([9, 1, 7, 12, 3, 16, 5, 2], prefixes)
     packed = PackedSequences(documents, max_tokens=29, seed=0, gaps=("a", "b"))
     step = packed.micro_batches([np.arange(len(packed))])
     model = build(family, dtype=torch.float64)

@@ -93,10 +93,8 @@ def test_documents_with_images_are_split_joined_and_selected(qwen: Student, pict
             assert part.media.of(number) == documents.media.of(documents.sources.index(source))
     other = png(7)
     (pictures / "0.png").write_bytes(other)
-    assert (
-        qwen.load_records(pictures, {"messages": CONVERSATIONS[0]}).fingerprint()
-        != documents.select([0]).fingerprint()
-    )
+    changed = qwen.load_records(pictures, {"messages": CONVERSATIONS[0]})
+    assert changed.fingerprint() != documents.select([0]).fingerprint()
     assert qwen.load_records(pictures, {"messages": CONVERSATIONS[0]}).keys_D[0] != documents.keys_D[0]
 
 

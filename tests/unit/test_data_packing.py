@@ -115,10 +115,8 @@ def test_everything_per_token_is_cut_and_padded_by_one_rule() -> None:
         assert part.inputs["kinds"].shape == (3, 4, 3)
         assert part.inputs["image"] is batch.inputs["image"]
         assert part.teacher_inputs is not None
-        assert (
-            part.teacher_inputs["input_ids"].flatten()[~is_padding_T].tolist()
-            == (expected_T[~is_padding_T] + 100).tolist()
-        )
+        teacher_ids_T = part.teacher_inputs["input_ids"].flatten()
+        assert teacher_ids_T[~is_padding_T].tolist() == (expected_T[~is_padding_T] + 100).tolist()
         for name, padding in (("labels_T", -1), ("weights_T", 0), ("document_T", -1)):
             padded_T = torch.where(is_padding_T, padding, getattr(batch, name)[expected_T])
             assert getattr(part, name).tolist() == padded_T.tolist(), name

@@ -24,9 +24,7 @@ WEIGHTS, SIZES = (0.7, 0.2, 0.1), (20, 300, 90)
 
 
 def load_sources(folder: Path) -> dict[str, Documents]:
-    paths = {
-        f"{number}": write_texts(folder / f"{number}.jsonl", count, number) for number, count in enumerate(SIZES)
-    }
+    paths = {str(at): write_texts(folder / f"{at}.jsonl", count, at) for at, count in enumerate(SIZES)}
     return {name: load_documents(path, toy_tokenizer(), LoadOptions(max_tokens=32)) for name, path in paths.items()}
 
 
@@ -79,10 +77,10 @@ def test_each_set_has_the_metrics_of_an_evaluation_of_its_own(tmp_path: Path) ->
     metrics_of_sets, documents = evaluate(session), session.data.evaluation
     assert documents is not None
     for name in ("cross_entropy", "forward_kl", "agreement"):
-        mean = sum(
-            metrics_of_sets[f"eval/{evaluation_set}/{name}"] * metrics_of_sets[f"eval/{evaluation_set}/tokens"]
-            for evaluation_set in ("math", "chat")
-        )
+        parts = [
+            (metrics_of_sets[f"eval/{one}/{name}"], metrics_of_sets[f"eval/{one}/tokens"]) for one in ("math", "chat")
+        ]
+        mean = sum(value * tokens for value, tokens in parts)
         assert metrics_of_sets[f"eval/{name}"] == pytest.approx(mean / metrics_of_sets["eval/tokens"], rel=1e-12)
     for name, source in config.data.eval_sets.items():
         alone = evaluate(session_of(tmp_path, **{"data.eval": source}))

@@ -142,9 +142,8 @@ def test_a_space_before_the_text_may_differ(tmp_path: Path, name: str) -> None:
         backend = Tokenizer(models.BPE(vocab, [("▁", "A"), ("▁", "a")], **options))
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
         strip = [decoders.Strip(" ", 1, 0)] if prefix == "always" else []
-        backend.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-        )
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        backend.decoder = decoders.Sequence(parts)
         for number, option in enumerate(({}, {"add_prefix_space": False}, {"add_prefix_space": True})):
             load_tokenizer(saved_as(tmp_path / f"{prefix}{number}", backend, name, **option))
 
@@ -219,9 +218,8 @@ def test_a_character_of_which_some_bytes_have_no_token(tmp_path: Path) -> None:
     texts = ["the cat</s> sat é\U000f1234", "the Ã", "the cat\tsat", "Q", "🙂"]  # Ã has one of the bytes of é
     documents = load_records(tmp_path, [{"text": text} for text in texts], tokenizer, on_error="skip")
     assert (len(documents), documents.report.skipped) == (1, 4)
-    assert [re.findall(r"no token for ('.+?') ", line) for line in documents.report.reasons] == [
-        [repr(character)] for character in ("Ã", "\t", "Q", "🙂")
-    ]
+    named = [re.findall(r"no token for ('.+?') ", line) for line in documents.report.reasons]
+    assert named == [[repr(character)] for character in ("Ã", "\t", "Q", "🙂")]
 
 
 def test_a_character_without_a_token_in_a_prefix_and_in_a_reply(tmp_path: Path) -> None:

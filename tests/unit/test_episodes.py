@@ -133,10 +133,8 @@ def test_a_sample_has_one_object_until_it_ends(ask: Ask, tmp_path: Path, request
     lines = log(tmp_path)
     assert lines.count("reset") == lines.count("close") == 3
     assert len(lines) == 16
-    processes = {
-        number: {line.split()[0] for line in (tmp_path / "log").read_text().splitlines() if f" {number}." in line}
-        for number in (0, 3, 4)
-    }
+    rows = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    processes = {at: {pid for pid, what in rows if what.startswith(f"{at}.")} for at in (0, 3, 4)}
     assert all(len(of_sample) == 1 for of_sample in processes.values())
     if request.node.callspec.params["ask"] == "workers":  # 0 and 3 have the same remainder
         assert len(set.union(*processes.values())) == 3

@@ -11,9 +11,8 @@ from stillhouse.megatron.model_config import RECOMPUTE, split_options, transform
 
 
 def test_settings_go_to_the_configuration_that_has_them() -> None:
-    transformer, data_parallel = split_options(
-        {"moe_token_dispatcher_type": "allgather", "overlap_grad_reduce": True, "recompute_granularity": "selective"}
-    )
+    mixed = {"moe_token_dispatcher_type": "allgather", "overlap_grad_reduce": True}
+    transformer, data_parallel = split_options(mixed | {"recompute_granularity": "selective"})
     assert transformer == {"moe_token_dispatcher_type": "allgather", "recompute_granularity": "selective"}
     assert data_parallel == {"overlap_grad_reduce": True}
     config = transformer_config(tiny_config("qwen3"), **transformer)

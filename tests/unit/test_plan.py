@@ -99,10 +99,8 @@ def test_the_share_of_the_bubble(schedule: str, share: float) -> None:
 def test_a_step_waits_for_its_slowest_stage() -> None:
     size = layout(pipeline=2)
     work = {"bfloat16": H100.bfloat16 * PRODUCTS}
-    ranks = {
-        "first": counts(size, products={}, model_operations=H100.bfloat16),
-        "last": counts(size, rank=1, products=work, model_operations=H100.bfloat16),
-    }
+    first = counts(size, products={}, model_operations=H100.bfloat16)
+    ranks = {"first": first, "last": replace(first, rank=1, products=work)}
     step = predict(ranks, H100, 8)
     assert (step.slowest, step.seconds) == ("last", pytest.approx(9 / 8))
     assert step.tokens_per_second == pytest.approx(65536 * 8 / 9)

@@ -19,9 +19,8 @@ CASE = '<testcase classname="{}" name="{}">{}</testcase>'
 
 
 def results(path: Path, *cases: tuple[str, str, str]) -> Path:
-    path.write_text(
-        f"<testsuites><testsuite>{''.join(CASE.format(*case) for case in cases)}</testsuite></testsuites>"
-    )
+    text = "".join(CASE.format(*case) for case in cases)
+    path.write_text(f"<testsuites><testsuite>{text}</testsuite></testsuites>")
     return path
 
 

@@ -58,9 +58,7 @@ def test_add_ons_that_clash_or_are_damaged_are_named(tmp_path: Path, call: str, 
 
 def test_unknown_names_and_earlier_metadata_are_refused(tmp_path: Path) -> None:
     code = "from stillhouse.registry import load\nload('stillhouse.trackers', 'csv')"
-    error = (
-        "ValueError: got 'csv': expected one of mlflow, tensorboard, trackio, wandb; these are the installed trackers"
-    )
+    error = "ValueError: got 'csv': expected one of mlflow, tensorboard, trackio, wandb; these are the installed tr"
     assert error in run_python(code, ROOT).stderr
     write_distribution(tmp_path, CSV, {}, "stillhouse")
     done = run_python("import stillhouse.config", tmp_path, ROOT)
@@ -115,9 +113,8 @@ def test_an_add_on_without_a_key_of_its_own_may_have_any_name(tmp_path: Path) ->
     ],
 )
 def test_a_command_names_a_refused_add_on(tmp_path: Path, arguments: str, code: int, error: str) -> None:
-    write_distribution(
-        tmp_path, {"stillhouse.engines": {"fsdp": "kinds:Kind"}}, {"kinds.py": "class Kind: field = int, 0"}
-    )
+    kind = {"kinds.py": "class Kind: field = int, 0"}
+    write_distribution(tmp_path, {"stillhouse.engines": {"fsdp": "kinds:Kind"}}, kind)
     done = run_python(f"from stillhouse.cli import run\nprint(run({arguments.split()}))", tmp_path, ROOT)
     assert done.stdout == f"{code}\n", done.stderr
     assert re.fullmatch(error, done.stderr), done.stderr

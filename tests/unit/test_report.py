@@ -47,9 +47,8 @@ def test_page_shows_the_whole_run(run_dir):
     assert [chart["title"] for chart in page.data["charts"] if chart["log"]] == ["Training: Gradient norm"]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     evaluations = [line for line in lines if "eval/cross_entropy" in line]
-    (first, first_share), (last, last_share) = (
-        (line["eval/cross_entropy"], 100 * line["eval/agreement"]) for line in (evaluations[0], evaluations[-1])
-    )
+    ends = (evaluations[0], evaluations[-1])
+    (first, first_share), (last, last_share) = ((x["eval/cross_entropy"], 100 * x["eval/agreement"]) for x in ends)
     for fact in (
         *(f"{first:.3f} → {last:.3f}", f"{first_share:.1f} % → {last_share:.1f} %", f"{lines[-1]['tokens']:,}"),
         *("3 min 33 s", "nats per token", "18,233", "cut to the length limit", "learning_rate: 2e-5", "Example CPU"),

@@ -94,9 +94,8 @@ def test_the_stub_answers_in_the_recorded_forms(student: Student, server: StubSe
         request = call["request"]
         if name == "reload":
             request["json"]["kwargs"]["weights_path"] = str(student.published(1))
-        answer = httpx2.request(
-            request["method"], server.url + request["path"], params=request["params"], json=request["json"] or {}
-        )
+        options = {"params": request["params"], "json": request["json"] or {}}
+        answer = httpx2.request(request["method"], server.url + request["path"], **options)
         assert answer.status_code == call["status"] == 200
         assert answer.json() == call["response"]
 
@@ -258,9 +257,8 @@ def test_adapters_are_changed_while_completions_are_under_way(student: Student, 
         student.assert_all_written(requests, futures, {2})
         student.assert_all_written(requests, engine.generate(requests), {3})
         wait_for(lambda: len(server.model.adapters) == 1)
-        assert not [
-            path for path, _ in server.requests if path.startswith(("/pause", "/collective_rpc", "/update_weights"))
-        ]
+        routes = ("/pause", "/collective_rpc", "/update_weights")
+        assert not [path for path, _ in server.requests if path.startswith(routes)]
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

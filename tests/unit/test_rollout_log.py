@@ -35,9 +35,8 @@ def test_the_lines_of_both_files(tmp_path):
         log.add(4, "trainer", "update", 1.0, 2.5)
         assert lines(tmp_path / "timeline.jsonl") == []
         log.write([sample()])
-        assert lines(tmp_path / "timeline.jsonl") == [
-            {"step": 4, "lane": "trainer", "what": "update", "start": 1.0, "stop": 2.5}
-        ]
+        span = {"step": 4, "lane": "trainer", "what": "update", "start": 1.0, "stop": 2.5}
+        assert lines(tmp_path / "timeline.jsonl") == [span]
     assert lines(tmp_path / "samples.jsonl") == [
         {
             "step": 4, "prompt": "1+1=", "completion": "2", "length": 1, "reward": 1.0, "advantage": -0.5,
@@ -139,9 +138,8 @@ def test_threads_lose_no_span(tmp_path):
         for thread in threads:
             thread.join()
     spans = lines(tmp_path / "timeline.jsonl")
-    assert sorted((line["what"], line["step"]) for line in spans) == [
-        (str(n), i) for n in range(4) for i in range(300)
-    ]
+    every = [(str(n), i) for n in range(4) for i in range(300)]
+    assert sorted((line["what"], line["step"]) for line in spans) == every
 
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):

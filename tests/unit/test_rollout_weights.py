@@ -33,9 +33,8 @@ LAYOUTS = {
 
 
 def publish_on(model: Path, folder: Path, layout: str, bucket_bytes: int, lora: bool = False) -> Path:
-    (path, *_) = on_ranks(
-        publish_under, LAYOUTS[layout].processes, (model, folder, LAYOUTS[layout], bucket_bytes, lora)
-    )
+    degrees = LAYOUTS[layout]
+    (path, *_) = on_ranks(publish_under, degrees.processes, (model, folder, degrees, bucket_bytes, lora))
     return Path(path)
 
 
@@ -124,9 +123,10 @@ def test_of_an_adapter_the_adapter_alone_is_written(tmp_path: Path) -> None:
     assert {path.name for path in one.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json", MANIFEST}
     expected = tensors_in(one)
     matrices = [tensor for name, tensor in student.state_dict().items() if is_lora(name)]
-    assert sorted(tensor.flatten().tolist() for tensor in expected.values()) == sorted(
-        matrice.flatten().tolist() for matrice in matrices
+    written, made = (
+        sorted(tensor.flatten().tolist() for tensor in tensors) for tensors in (expected.values(), matrices)
     )
+    assert written == made
     for layout in ("fsdp 2", "tensor 2", "pipeline 2"):
         path = publish_on(tmp_path / "model", tmp_path / layout, layout, BUCKET_BYTES, lora=True)
         assert_same_bytes(tensors_in(path), expected)

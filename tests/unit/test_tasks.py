@@ -66,10 +66,8 @@ def test_answers_are_right_and_lengths_take_turns(task: str, held_out: bool) -> 
 def test_no_problem_is_in_both_splits(task: str) -> None:
     """With short problems, of which few exist, so that both splits would meet if they could."""
     spec = TaskSpec(task, SHORTEST, SHORTEST)
-    train, held_out = (
-        {problem(spec, seed, number, held_out=of_split).prompt for seed in range(3) for number in range(700)}
-        for of_split in (False, True)
-    )
+    prompts = [(seed, number) for seed in range(3) for number in range(700)]
+    train, held_out = ({problem(spec, *of, held_out=split).prompt for of in prompts} for split in (False, True))
     assert not train & held_out
     assert all(is_held_out(task, prompt) is (prompt in held_out) for prompt in train | held_out)
     # nearly all problems that exist have been drawn, so the sizes are those of the splits

@@ -135,9 +135,8 @@ def test_wrong_scores(folder: Path, settings: dict[str, Any], wrong: str, monkey
 
     save = np.save
     monkeypatch.setattr(np, "save", saved)
-    message = {"shifted": "gives chosen ids other log-probabilities than", "few": "expected one number for each"}.get(
-        wrong, ""
-    )
+    messages = {"shifted": "gives chosen ids other log-probabilities than", "few": "expected one number for each"}
+    message = messages.get(wrong, "")
     with pytest.raises(ConfigError, match=f"teacher.url: .*{message}"):
         session_of(folder, cached=True, **settings | CHOSEN)
 

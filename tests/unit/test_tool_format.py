@@ -108,9 +108,8 @@ def reference(tokenizer: Any, replies: list[str]) -> list[int]:
         *({"role": "tool", "name": "add", "content": reply} for reply in replies),
     ]
     turn = tokenizer.apply_chat_template(messages[:2], tools=SCHEMAS, tokenize=False).rstrip()
-    ids: list[int] = tokenizer.apply_chat_template(
-        messages, tools=SCHEMAS, add_generation_prompt=True, return_dict=False
-    )
+    options = {"add_generation_prompt": True, "return_dict": False}
+    ids: list[int] = tokenizer.apply_chat_template(messages, tools=SCHEMAS, **options)
     return ids[len(tokenizer(turn, add_special_tokens=False)["input_ids"]) :]
 
 

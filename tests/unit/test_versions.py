@@ -65,7 +65,7 @@ def test_bounds_are_those_that_were_tested() -> None:
     oldest = pinned("constraints-oldest.txt")
     assert oldest.keys() == bounds().keys()
     assert {name: Version(pin) for name, pin in oldest.items()} == {
-        name: Version(bound) for name, bound in bounds().items()
+        name: Version(pin) for name, pin in bounds().items()
     }
     pins = pinned("constraints.txt")
     assert all(Version(pins[name]) >= Version(bound) for name, bound in bounds().items() if name in pins)

@@ -42,9 +42,8 @@ def parts(*texts: str) -> list[dict[str, str]]:
 def test_parts_and_strings_give_the_same_document(tmp_path: Path, name: str) -> None:
     """Of templates for strings, of which some print a list as Python does, and of templates for parts."""
     strings = load(tmp_path, name, [USER, ANSWER])
-    in_parts = load(
-        tmp_path, name, [USER | {"content": parts("Two ", "and two?")}, ANSWER | {"content": parts("Four.")}]
-    )
+    question = USER | {"content": parts("Two ", "and two?")}
+    in_parts = load(tmp_path, name, [question, ANSWER | {"content": parts("Four.")}])
     assert "Four." in text(strings)
     assert "Two and two?" in text(strings)
     if name != "gemma3":  # it strips each part
@@ -126,10 +125,8 @@ def test_lost_names_and_values_of_arguments_are_named(tmp_path: Path, call: str,
 
 @pytest.mark.parametrize("name", ["idefics3", "smolvlm", "llava_next", "qwen3", "gemma3"])
 def test_empty_contents_are_the_same_in_every_form(tmp_path: Path, name: str) -> None:
-    texts = {
-        text(load(tmp_path, name, [USER | {"content": content}, ANSWER, USER, ANSWER]))
-        for content in ("", [], parts(""), parts("", ""))
-    }
+    forms = ("", [], parts(""), parts("", ""))
+    texts = {text(load(tmp_path, name, [USER | {"content": form}, ANSWER, USER, ANSWER])) for form in forms}
     assert len(texts) == 1
     load(tmp_path, name, [USER, ANSWER | {"content": ""}, USER, ANSWER])
 
@@ -178,9 +175,8 @@ def test_lost_thoughts_warn_once(tmp_path: Path, name: str, key: str) -> None:
     record = {"messages": [USER, ANSWER | {key: "Twice two."}]}
     documents = load_records(tmp_path, [{"messages": [USER, ANSWER]}, record, record], student(name), max_tokens=4000)
     (line,) = [line for line in documents.report.warnings if key in line]
-    assert line.startswith(
-        f"{tmp_path}/train.jsonl:2: the chat template does not write '{key}' of message 2 of 'messages'"
-    )
+    start = f"{tmp_path}/train.jsonl:2: the chat template does not write '{key}' of message 2 of 'messages'"
+    assert line.startswith(start)
     assert "(such records: 2)" in line
     assert text(documents, 0) == text(documents, 1)
 
