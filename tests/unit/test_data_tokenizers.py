@@ -70,14 +70,9 @@ def test_a_difference_is_named(call: str, message: str) -> None:
     assert tokenizer_fingerprint(student) != tokenizer_fingerprint(teacher)
 
 
-@pytest.mark.parametrize(
-    ("teacher", "warning"),
-    [
-        ({"eos_token": "<|im_end|>"}, "eos_token is '</s>' for the student, '<|im_end|>' for the teacher"),
-        ({"adds_bos": False}, "different special tokens around a text ('a' becomes [1, "),
-    ],
-)
-def test_other_special_tokens_are_a_warning(teacher: dict[str, Any], warning: str) -> None:
+@pytest.mark.parametrize(("call", "warning"), refused_calls("other special tokens"))
+def test_other_special_tokens_are_a_warning(call: str, warning: str) -> None:
+    teacher = eval(call)
     (message,) = check_same_tokenizer(toy_tokenizer(), toy_tokenizer(**teacher))
     assert warning in message
 

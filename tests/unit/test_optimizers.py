@@ -2,13 +2,14 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit import causal_families
+from kit.config_cases import refused_calls
 from kit.families import build
 from kit.layout_runs import assert_same_model, distill
 from kit.runs import Command, forward_backward, run, session_of, write_run
@@ -222,17 +223,11 @@ def without_a_compiler() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("hook", "words"),
-    [
-        (without_compiling, "got adamw_8bit with compiling turned off (TORCH_COMPILE_DISABLE=1)"),
-        (without_a_compiler, "torch.compile, which torchao's adamw_8bit needs, fails on this machine (Inductor"),
-    ],
-)
-def test_without_a_compiler_8_bits_are_refused_by_name(tmp_path: Path, hook: Callable[[], None], words: str) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("without a compiler"))
+def test_without_a_compiler_8_bits_are_refused_by_name(tmp_path: Path, call: str, words: str) -> None:
     write_run(tmp_path, **{"train.optimizer": "adamw_8bit"})
     no_cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    ended = Command("distill", tmp_path / "run.yaml", hook=hook, environment=no_cache)
+    ended = Command("distill", tmp_path / "run.yaml", hook=eval(call), environment=no_cache)
     assert ended.wait(120) == 2, ended.err
     assert f"error: train.optimizer: {words}" in ended.err
     assert "Traceback" not in ended.err

@@ -105,14 +105,9 @@ def test_an_add_on_without_a_key_of_its_own_may_have_any_name(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "error"),
-    [
-        ("check train.steps=1", 1, r"error: add_on 1\.0 registers 'fsdp' in .*: register it under another name\n"),
-        ("check --steps 1", 2, r"error: no such option '--steps'\nsee `stillhouse check --help`\n"),
-    ],
-)
-def test_a_command_names_a_refused_add_on(tmp_path: Path, arguments: str, code: int, error: str) -> None:
+@pytest.mark.parametrize(("call", "error"), refused_calls("commands with an add-on"))
+def test_a_command_names_a_refused_add_on(tmp_path: Path, call: str, error: str) -> None:
+    arguments, code = eval(call)
     kind = {"kinds.py": "class Kind: field = int, 0"}
     write_distribution(tmp_path, {"stillhouse.engines": {"fsdp": "kinds:Kind"}}, kind)
     done = run_python(f"from stillhouse.cli import run\nprint(run({arguments.split()}))", tmp_path, ROOT)
