@@ -45,9 +45,7 @@ from stillhouse.serving.client.sglang import SglangApi
 from stillhouse.serving.client.vllm import VllmApi
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "vllm" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", first_is_quick(KINDS))
 def test_log_probabilities_are_those_of_the_version(student: Student, kind: str) -> None:
     handler, api, options = KINDS[kind]
     eos = tuple(range(0, VOCABULARY, 9))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import loading_memory
+from kit import loading_memory, slow
 from kit.config_cases import refused_calls
 from kit.families import build
 from kit.loading_memory import growth_under, publish_under, read_manifest
@@ -70,13 +70,8 @@ def test_files_are_at_most_a_bucket_and_transformers_reads_them(tmp_path: Path, 
     ("layout", "tied"),
     [
         *(("fsdp 2", False), ("tensor 2", False), ("pipeline 2", False), ("pipeline 2", True)),
-        *(
-            pytest.param(layout, tied, marks=pytest.mark.slow)
-            for layout, tied in (
-                *(("fsdp 2", True), ("tensor 2", True)),
-                *product(("pipeline 2, fsdp 2", "replicate 2, tensor 2"), (False, True)),
-            )
-        ),
+        *(slow("fsdp 2", True), slow("tensor 2", True)),
+        *(slow(*case) for case in product(("pipeline 2, fsdp 2", "replicate 2, tensor 2"), (False, True))),
     ],
 )
 def test_a_layout_writes_the_bytes_of_one_process(tmp_path: Path, layout: str, tied: bool) -> None:

@@ -1,7 +1,6 @@
 """Arguments of tool calls: as objects and as JSON text, from every format of files, for templates of either form."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from datasets import Dataset, Features, Json, List, Value
 from kit.config_cases import refused_calls
 from kit.documents import load_records
+from kit.template_messages import chat_templates
 from kit.toy_tokenizer import toy_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -24,11 +24,8 @@ TEXT = Value("string")
 
 
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
-    trl = find_spec("trl")
-    assert trl is not None
-    assert trl.origin is not None
     made = toy_tokenizer(adds_bos=False)
-    made.chat_template = (Path(trl.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+    made.chat_template = chat_templates()[name]
     return made
 
 

@@ -1,7 +1,6 @@
 """Calls of tools: formats proven for the chat template, errors that the model reads, replies that forge nothing."""
 
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,18 @@ import pytest
 from kit import slow
 from kit.config_cases import refused_calls
 from kit.on_policy_runs import episodic
-from kit.template_messages import HARMONY, HERMES, LLAMA, TEMPLATES, XML, add, echo, find, tool_tokenizer
+from kit.template_messages import (
+    HARMONY,
+    HERMES,
+    LLAMA,
+    TEMPLATES,
+    XML,
+    add,
+    chat_templates,
+    echo,
+    find,
+    tool_tokenizer,
+)
 from transformers.utils import get_json_schema
 
 from stillhouse.agents.episodes import Episodes, Tools
@@ -39,10 +49,8 @@ def test_a_format_is_proven_by_the_templates_calls(title: str) -> None:
 
 @pytest.mark.parametrize("name", [slow(name) for name in OF_TRL])
 def test_templates_of_families(name: str) -> None:
-    trl = pytest.importorskip("trl")
-    source = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
     added = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<end_of_turn>", "<|end|>")
-    tokenizer = tool_tokenizer(source, *added, "<|observation|>")
+    tokenizer = tool_tokenizer(chat_templates()[name], *added, "<|observation|>")
     if OF_TRL[name]:
         assert ToolFormat(tokenizer, SCHEMAS).title.startswith(OF_TRL[name])
     else:
