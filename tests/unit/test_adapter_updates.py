@@ -87,8 +87,6 @@ def assert_becomes_student(server: Decoder, student: Student, base: AdapterBase)
         assert not server(IDS).equal(before)
 
 
-# what is refused
-
 Edit = Callable[[Path], object]
 
 

@@ -164,9 +164,6 @@ def test_forward_mode_is_refused(leaf: str) -> None:
             )
 
 
-# quantities that no term has requested
-
-
 class ReadsTooMuch(Entropy):
     """A term that reads logits at ids, which it has not requested."""
 

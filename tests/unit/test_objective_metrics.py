@@ -204,9 +204,6 @@ def test_sums_over_many_chunks_lose_nothing() -> None:
     assert output.metrics["cross_entropy"].item() == pytest.approx(total, rel=1e-7)
 
 
-# labels of distillation terms
-
-
 def teachers() -> tuple[Signal, Signal]:
     return make_full(), make_signal("dense")
 

@@ -122,12 +122,6 @@ def test_expressions_that_are_refused(parse: Callable[[str], Any], text: str, wo
         parse(text)
 
 
-# objectives on sampled tokens
-
-
-# the grammar
-
-
 @pytest.mark.parametrize(
     ("text", "fields"),
     [
@@ -170,9 +164,6 @@ def test_what_an_objective_needs() -> None:
     batch, leaves = make_batch(), make_leaves()
     fused(parse_objective("sampled_kl"), leaves, without(batch, OLD_LOG_PROBS, ADVANTAGES), signal)
     fused(parse_objective("policy_gradient(teacher_kl=1)"), leaves, without(batch, ADVANTAGES), signal)
-
-
-# corrections and discounts
 
 
 def test_weights_by_hand() -> None:
