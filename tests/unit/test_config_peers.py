@@ -3,7 +3,6 @@
 import ast
 import re
 from pathlib import Path
-from typing import TypeGuard
 
 import click
 import pytest
@@ -119,13 +118,10 @@ def test_the_wrapper_of_the_page_calls_rewards_of_trl(tmp_path: Path, monkeypatc
     chat = {"prompt": [{"role": "user", "content": "1+1=?"}], "answer": "2"}
     assert checked_reward(exact, "User: 1+1=?", " 2", chat, "d:1") == 1.0
     assert checked_reward(short, "User: 1+1=?", "2" * 50, chat, "d:1") == -0.5
-    with pytest.raises(
-        ValueError, match=r"expected a function\(prompt, completion, record\); reward functions for TRL take"
-    ):
+    message = r"expected a function\(prompt, completion, record\); reward functions for TRL take"
+    with pytest.raises(ValueError, match=message):
         load_function(REWARD, "trl_rewards:exact")
-    fields = {keyword.arg for call in ast.walk(ast.parse(job)) if _is_config(call) for keyword in call.keywords}
+    calls = [node for node in ast.walk(ast.parse(job)) if isinstance(node, ast.Call)]
+    fields = {keyword.arg for call in calls if ast.unparse(call.func) == "GRPOConfig" for keyword in call.keywords}
+    assert fields
     assert fields - OF_TRAINER.union(GRPO_FIELDS.split()) == set()
-
-
-def _is_config(node: ast.AST) -> TypeGuard[ast.Call]:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "GRPOConfig"

@@ -1,7 +1,6 @@
 """Sources with weights, and several evaluation sets with their own metrics."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import ConfigError
 from stillhouse.data import Documents, LoadOptions, PackedSequences, load_documents
-from stillhouse.loops.session import Session
 from stillhouse.output.progress import folder_name
 from stillhouse.run.run import data_reports, prepare
 from stillhouse.tools.write_cache import write_cache
@@ -23,13 +21,11 @@ from stillhouse.tools.write_cache import write_cache
 WEIGHTS, SIZES = (0.7, 0.2, 0.1), (20, 300, 90)
 
 
-def load_sources(folder: Path) -> dict[str, Documents]:
-    paths = {str(at): write_texts(folder / f"{at}.jsonl", count, at) for at, count in enumerate(SIZES)}
-    return {name: load_documents(path, toy_tokenizer(), LoadOptions(max_tokens=32)) for name, path in paths.items()}
-
-
 def weighted(folder: Path, seed: int = 0) -> PackedSequences:
-    return PackedSequences(Documents.joined(load_sources(folder)), max_tokens=32, seed=seed, weights=WEIGHTS)
+    paths = {str(at): write_texts(folder / f"{at}.jsonl", count, at) for at, count in enumerate(SIZES)}
+    options = LoadOptions(max_tokens=32)
+    sources = {name: load_documents(path, toy_tokenizer(), options) for name, path in paths.items()}
+    return PackedSequences(Documents.joined(sources), max_tokens=32, seed=seed, weights=WEIGHTS)
 
 
 def token_shares(sequences: PackedSequences, chosen: np.ndarray) -> np.ndarray:
@@ -110,18 +106,13 @@ def test_a_cache_of_a_mixture_gives_the_teachers_gradients(tmp_path: Path, recor
     stored = session_of(tmp_path, cached=True, **more, **{"teacher.cache": str(tmp_path / "cache")})
     rows = in_job.schedule.step_schedule.micro_batches(in_job.data.train, 0).rows
     assert (len(np.unique(np.concatenate(rows))) < sum(map(len, rows))) == (records == 1)
-    assert cache.documents == len({document.tobytes() for document in _documents(in_job)})
+    documents = (in_job.data.train.documents, in_job.data.evaluation)
+    assert cache.documents == len({of.tokens(at).tobytes() for of in documents for at in range(len(of))})
     losses = [forward_backward(of_session).sums["loss"] for of_session in (in_job, stored)]
     norms = [of_session.models.engine.gradient_norm() for of_session in (in_job, stored)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
     assert evaluate(stored) == pytest.approx(evaluate(in_job), rel=1e-6)
-
-
-def _documents(session: Session) -> Iterator[np.ndarray]:
-    assert session.data.evaluation is not None
-    for documents in (session.data.train.documents, session.data.evaluation.documents):
-        yield from map(documents.tokens, range(len(documents)))
 
 
 @pytest.mark.slow

@@ -50,13 +50,6 @@ def signals(rank: Rank, case: Problem) -> Signals:
     return _signals(OutputHead(case.weight_VE[start:stop], case.bias_V[start:stop], shard=shard), case)
 
 
-def unsharded_signals(case: Problem) -> Signals:
-    """Those of the whole vocabulary, and the one with a label, which shards cannot give."""
-    head = OutputHead(case.weight_VE, case.bias_V)
-    labelled = top_k_log_probs(case.hidden_CE, head, case.top_k, case.temperature, labels_C=case.labels_C)
-    return _signals(head, case) | {"labelled": labelled}
-
-
 def _signals(head: OutputHead, case: Problem) -> Signals:
     return {
         "top_k": top_k_log_probs(case.hidden_CE, head, case.top_k, case.temperature),
@@ -123,7 +116,9 @@ def test_every_signal_equals_float64(temperature: float) -> None:
     assert (expected["top_k"]["tail_log_prob"] < -20).any()
     assert (expected["chosen"]["tail_log_prob"] < -3).any()
     assert 5 <= (expected["labelled"]["ids"] < 0).sum() < 20
-    results = unsharded_signals(case)
+    head = OutputHead(case.weight_VE, case.bias_V)
+    labelled = top_k_log_probs(case.hidden_CE, head, case.top_k, case.temperature, labels_C=case.labels_C)
+    results = _signals(head, case) | {"labelled": labelled}  # shards cannot give the one with a label
     assert results.keys() == expected.keys()
     assert_equal(results, expected)
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,6 @@ def other_weights(folder: Path, **options: Any) -> Path:
     return folder
 
 
-def edit(folder: Path, **values: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 def leftover_shards(folder: Path) -> None:
     """Shards of another version, with their index, beside a single file."""
     build("llama").save_pretrained(folder)
@@ -57,18 +53,13 @@ def beside_an_index(folder: Path) -> None:
         shutil.copy(other_weights(folder / "other") / SINGLE, folder / name)
 
 
-def named_file(folder: Path) -> None:
-    build("llama").save_pretrained(folder)
-    (folder / SINGLE).rename(folder / "step-7.safetensors")
+def named(written: str, folder: Path, **options: Any) -> None:
+    """config.json names the file or the index under another name."""
+    build("llama").save_pretrained(folder, **options)
+    path = (folder / written).rename(folder / written.replace("model", "step-7"))
     shutil.copy(other_weights(folder / "other") / SINGLE, folder)
-    edit(folder, transformers_weights="step-7.safetensors")
-
-
-def named_index(folder: Path) -> None:
-    build("llama").save_pretrained(folder, max_shard_size=SIZE)
-    (folder / INDEX).rename(folder / "step-7.safetensors.index.json")
-    shutil.copy(other_weights(folder / "other") / SINGLE, folder)
-    edit(folder, transformers_weights="step-7.safetensors.index.json")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": path.name}))
 
 
 def under_two_names(folder: Path) -> None:
@@ -80,7 +71,8 @@ def under_two_names(folder: Path) -> None:
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
 
 
-WRITE = [leftover_shards, variant, beside_an_index, named_file, named_index, under_two_names]
+NAMED = (partial(named, SINGLE), partial(named, INDEX, max_shard_size=SIZE))
+WRITE = [leftover_shards, variant, beside_an_index, *NAMED, under_two_names]
 
 
 @pytest.mark.parametrize("write", WRITE)
@@ -210,19 +202,14 @@ def test_samples_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(folder_files, "WHOLE_BYTES", 0)
     plain = model_fingerprint(save_model(tmp_path / "plain", tied=False))
     assert plain == model_fingerprint(save_model(tmp_path / "same", tied=False))
-    names = [name for name, _ in torch.nn.Module.named_parameters(_model(tmp_path / "plain"))]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    names = [name for name, _ in model.named_parameters()]
     for at, name in enumerate(names[:5]):
 
         def change(model: Any, name: str = name) -> None:
             model.get_parameter(name).mul_(1.001)
 
         assert model_fingerprint(save_model(tmp_path / str(at), tied=False, change=change)) != plain
-
-
-def _model(folder: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_files_that_are_not_read_do_not_change_the_hash(tmp_path: Path) -> None:
