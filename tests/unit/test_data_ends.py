@@ -34,13 +34,9 @@ def glm_tokenizer(name: str, special: tuple[str, ...] = OF_GLM) -> PreTrainedTok
     """A tokenizer with a template of TRL, such as GLM's: the original, or the one that TRL trains with."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    options: dict[str, Any] = {"vocab_size": 320, "special_tokens": list(special), "show_progress": False}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend.train_from_iterator(
-        TEXT,
-        trainers.BpeTrainer(
-            vocab_size=320, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
-        ),
-    )
+    backend.train_from_iterator(TEXT, trainers.BpeTrainer(**options, initial_alphabet=alphabet))
     backend.add_tokens(["<tool_call>", "</tool_call>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special[0])
     tokenizer.chat_template = chat_templates()[name]

@@ -131,12 +131,9 @@ def test_cached_images_keep_their_bytes_and_are_compared_with_their_hashes(qwen:
 
 def test_a_limit_of_pixels_gives_fewer_tokens(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("limited")
-    documents = [
-        Student("qwen3_vl", folder, most_pixels=pixels).load_records(
-            pictures, {"messages": [user(image("1.png")), FOUR]}, cache=pictures / "cache"
-        )
-        for pixels in (None, 100)
-    ]
+    record, cache = {"messages": [user(image("1.png")), FOUR]}, pictures / "cache"
+    students = [Student("qwen3_vl", folder, most_pixels=pixels) for pixels in (None, 100)]
+    documents = [student.load_records(pictures, record, cache=cache) for student in students]
     assert len(documents[1].tokens_N) < len(documents[0].tokens_N)
     assert len(list((pictures / "cache").glob("*/manifest.json"))) == 2
     limited = open_image(png(1, (20, 16)), 100)

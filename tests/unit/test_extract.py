@@ -80,21 +80,17 @@ def oracle(case: Problem) -> dict[str, dict[str, Tensor]]:
     is_known_C1 = (ids_CK == label_C1).any(1, keepdim=True)
     label_entry_C1 = log_p_CV.gather(1, label_C1).masked_fill(is_known_C1, -torch.inf)
     top_k_outside_CV = log_p_CV.scatter(1, ids_CK, -torch.inf)
-    return {
-        "top_k": {"ids": ids_CK, "log_probs": best_CK, "tail_log_prob": top_k_outside_CV.logsumexp(1)},
-        "labelled": {
-            "ids": torch.cat([ids_CK, label_C1.masked_fill(is_known_C1, -1)], 1),
-            "log_probs": torch.cat([best_CK, label_entry_C1], 1),
-            "tail_log_prob": top_k_outside_CV.scatter(1, label_C1, -torch.inf).logsumexp(1),
-        },
-        "chosen": {"ids": case.ids_CK, "log_probs": log_probs_CK, "tail_log_prob": outside_CV.logsumexp(1)},
-        "ranked": {
-            "log_prob": label_log_p_C1[:, 0],
-            "rank": (at_1_CV >= label_log_p_C1).sum(1),
-            "ids": ids_CK,
-            "log_probs": at_1_CV.topk(case.top_k)[0],
-        },
+    labelled_ids = torch.cat([ids_CK, label_C1.masked_fill(is_known_C1, -1)], 1)
+    labelled_tail = top_k_outside_CV.scatter(1, label_C1, -torch.inf).logsumexp(1)
+    sets = {
+        "top_k": (ids_CK, best_CK, top_k_outside_CV.logsumexp(1)),
+        "labelled": (labelled_ids, torch.cat([best_CK, label_entry_C1], 1), labelled_tail),
+        "chosen": (case.ids_CK, log_probs_CK, outside_CV.logsumexp(1)),
     }
+    ranked = {"log_prob": label_log_p_C1[:, 0], "rank": (at_1_CV >= label_log_p_C1).sum(1), "ids": ids_CK}
+    names = ("ids", "log_probs", "tail_log_prob")
+    signals = {kind: dict(zip(names, values, strict=True)) for kind, values in sets.items()}
+    return signals | {"ranked": ranked | {"log_probs": at_1_CV.topk(case.top_k)[0]}}
 
 
 def assert_equal(by_kind: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]) -> None:

@@ -57,14 +57,10 @@ def metrics_of(terms: list[Term], weights_T: Tensor | None = None) -> dict[str, 
 
 def test_dense_statistics_by_hand() -> None:
     metrics = metrics_of([Distill(DenseLogits(TEACHER.log() - 2), forward_kl(), 0.3)])
-    assert metrics == pytest.approx(
-        {
-            **{"tokens": 2, "forward_kl": 0.25 * math.log(2) + 0.1 * math.log(0.25) + 0.8 * math.log(8 / 6)},
-            "student_entropy": entropy([0.25, 0.5, 0.25]) + entropy([0.2, 0.2, 0.6]),
-            **{"teacher_entropy": entropy([0.5, 0.25, 0.25]) + entropy([0.1, 0.1, 0.8]), "agreement": 1},
-        },
-        rel=1e-12,
-    )
+    expected = {"forward_kl": 0.25 * math.log(2) + 0.1 * math.log(0.25) + 0.8 * math.log(8 / 6)}
+    expected["student_entropy"] = entropy([0.25, 0.5, 0.25]) + entropy([0.2, 0.2, 0.6])
+    expected["teacher_entropy"] = entropy([0.5, 0.25, 0.25]) + entropy([0.1, 0.1, 0.8])
+    assert metrics == pytest.approx(expected | {"tokens": 2, "agreement": 1}, rel=1e-12)
 
 
 def test_statistics_are_weighted_like_the_value_and_taken_at_the_terms_temperature() -> None:

@@ -196,13 +196,8 @@ def test_shades_double(kl, number):
 
 def test_prompt_is_dimmed_and_text_kept(run_dir):
     """Whitespace stays; an empty token has a mark; half of a surrogate pair, which UTF-8 lacks, is replaced."""
-    texts = {
-        "def": (False, None),
-        "\n\n    ": (False, 3.0),
-        " x": (True, 3.0),
-        "": (True, 0.5),
-        "\ud83d": (True, None),
-    }
+    texts = {"def": (False, None), "\n\n    ": (False, 3.0), " x": (True, 3.0), "": (True, 0.5)}
+    texts["\ud83d"] = (True, None)
     tokens = [{"text": text, "target": target, "kl": kl, "teacher": [], "student": []}
               for text, (target, kl) in texts.items()]  # fmt: skip
     (run_dir / "tokens.json").write_text(json.dumps({"step": 7, "documents": [{"source": "e:1", "tokens": tokens}]}))

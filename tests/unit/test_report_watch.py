@@ -109,11 +109,9 @@ def test_a_section_that_only_one_run_has_is_compared_once(tmp_path: Path) -> Non
         runs, ("{adapter: {lora: {r: 4}}, eval: 0.1}", "{adapter: null, eval: {a: x}}"), strict=True
     ):
         (run / "config.yaml").write_text(f"student: {text}\n")
-    assert config_differences(read_runs(runs)) == [
-        ("student.adapter.lora.r", ["4", "not set"]),
-        ("student.eval", ["0.1", "not set"]),
-        ("student.eval.a", ["not set", "x"]),
-    ]
+    names = ("student.adapter.lora.r", "student.eval", "student.eval.a")
+    values = (["4", "not set"], ["0.1", "not set"], ["not set", "x"])
+    assert config_differences(read_runs(runs)) == list(zip(names, values, strict=True))
 
 
 @pytest.mark.parametrize(("call", "message"), refused_calls("options of report"))

@@ -25,12 +25,9 @@ def sample(number: int, versions: Sequence[int] = (0, 0), finish: Any = "stop", 
 
 
 def test_turns_and_calls_are_means_over_samples_and_errors_a_share_of_calls() -> None:
-    samples = [
-        sample(0, (0, -1, -1, 2, 2, -1, 3), tool_calls=3, tool_errors=1),
-        sample(1, (0, -1), tool_calls=1, tool_errors=1),
-        sample(2),
-        sample(3, finish="length"),
-    ]
+    called = [sample(0, (0, -1, -1, 2, 2, -1, 3), tool_calls=3, tool_errors=1)]
+    called.append(sample(1, (0, -1), tool_calls=1, tool_errors=1))
+    samples = [*called, sample(2), sample(3, finish="length")]
     assert [one.turns for one in samples] == [3, 1, 1, 1]
     assert turn_statistics(samples, [TOOLS]) == {"turns": 1.5, "tool_calls": 1.0, "tool_errors": 0.5}
     assert turn_statistics(samples[2:], [TOOLS]) == {"turns": 1.0, "tool_calls": 0.0}

@@ -149,13 +149,9 @@ def test_json_columns_are_decoded_wherever_they_are(tmp_path: Path, kind: str) -
     """Also those in a list and in an object; their own nulls stay, and so do those of other columns."""
     function = {"name": TEXT, "arguments": Json()}
     call = {"type": TEXT, "function": function}
-    features = Features(
-        {
-            "messages": List({"role": TEXT, "content": TEXT, "tool_calls": List(call)}),
-            "tools": List(Json()),
-            "meta": {"value": Json(), "other": TEXT},
-        }
-    )
+    messages = List({"role": TEXT, "content": TEXT, "tool_calls": List(call)})
+    meta_features = {"value": Json(), "other": TEXT}
+    features = Features({"messages": messages, "tools": List(Json()), "meta": meta_features})
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
     meta = {"value": [None, {"a": None}], "other": None}
     records = [
