@@ -189,10 +189,6 @@ def test_what_is_not_published_proven_or_routed_is_refused(student: Student, ser
             with pytest.raises(ValueError, match=message):
                 engine.update_weights(1, folder)
     assert not [path for path, _ in server.requests if path.startswith("/pause")]
-    with torch.no_grad():
-        server.model.model.get_output_embeddings().weight.zero_()
-    with pytest.raises(ValueError, match="its kind of log-probabilities cannot be proved"):
-        engine_of(server)
     server.kind = type("Other", (Sglang,), {"get_v1_models": None})  # any server without these routes
     server.restart()
     with pytest.raises(ValueError, match=r"/v1/models names no model.*--enable-scale-out"):
@@ -202,6 +198,10 @@ def test_what_is_not_published_proven_or_routed_is_refused(student: Student, ser
     message = r"/pause\?mode=keep failed: 404.*VLLM_SERVER_DEV_MODE=1"
     with closing(engine_of(server)) as engine, pytest.raises(ServerError, match=message):
         engine.update_weights(1, student.published(1))
+    with torch.no_grad():
+        server.model.model.get_output_embeddings().weight.zero_()
+    with pytest.raises(ValueError, match="its kind of log-probabilities cannot be proved"):
+        engine_of(server)
 
 
 def test_generating_returns_at_once_and_closing_ends_it(server: StubServer, engine: ServedEngine) -> None:
