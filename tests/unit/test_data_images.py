@@ -1,4 +1,4 @@
-"""Documents with images: the tokens, masks and tensors of each family's processor, and what is refused by its line."""
+"""Documents with images: the tokens, masks and tensors of each family's processor, and what is refused by line."""
 
 import io
 import json
