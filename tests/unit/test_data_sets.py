@@ -106,7 +106,7 @@ def test_a_cache_of_a_mixture_gives_the_teachers_gradients(tmp_path: Path, recor
     stored = session_of(tmp_path, cached=True, **more, **{"teacher.cache": str(tmp_path / "cache")})
     rows = in_job.schedule.step_schedule.micro_batches(in_job.data.train, 0).rows
     assert (len(np.unique(np.concatenate(rows))) < sum(map(len, rows))) == (records == 1)
-    documents = (in_job.data.train.documents, in_job.data.evaluation)
+    documents = (in_job.data.train.documents, in_job.data.evaluation.documents)
     assert cache.documents == len({of.tokens(at).tobytes() for of in documents for at in range(len(of))})
     losses = [forward_backward(of_session).sums["loss"] for of_session in (in_job, stored)]
     norms = [of_session.models.engine.gradient_norm() for of_session in (in_job, stored)]
