@@ -35,18 +35,9 @@ from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 ARTEFACTS = Path(__file__).parent
 SIZE: dict[str, Any] = {
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.25,
-    "tie_word_embeddings": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+    **{"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 64, "initializer_range": 0.25},
+    **{"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
 RUN = """\
 student: {model: student}

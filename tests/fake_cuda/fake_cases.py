@@ -11,20 +11,15 @@ from stillhouse.config import RunConfig, load_config
 
 ROW, DOCUMENT = 256, 64
 SIZES: dict[str, Any] = {
-    "vocab_size": 4096,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
+    **{"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "tie_word_embeddings": True},
 }
 LOSS = "0.3*cross_entropy + 0.7*jsd(0.5)"
 #: replaced by the folders of the models
 STUDENT, TEACHER_MODEL = "STUDENT", "TEACHER"
 TEACHER = {"model": TEACHER_MODEL}
-ROLLOUT = {"max_new_tokens": 16}
+SERVED = {"url": "http://127.0.0.1:1", "top_k": 16}
+ROLLOUT, POLICY = {"max_new_tokens": 16}, {"objective.loss": "policy_gradient(clip_low=0.2)"}
 #: degrees of the layout whose product is the number of processes
 _DEGREES = ("fsdp", "replicate", "tensor", "pipeline", "context")
 
@@ -110,19 +105,11 @@ OBJECTIVES: dict[str, Case] = {
     "jsd": Case({"objective.loss": "jsd(0.5)"}),
     "cross_entropy and jsd": Case(),
     "compiled": Case({"objective.kernels": "compiled"}),
-    "top_k": Case({"teacher": {"url": "http://127.0.0.1:1", "signal": "top_k", "top_k": 16}}),
-    "sampled": Case(
-        {"teacher": {"url": "http://127.0.0.1:1", "signal": "sampled", "top_k": 16}, "objective.loss": "forward_kl"}
-    ),
+    "top_k": Case({"teacher": SERVED | {"signal": "top_k"}}),
+    "sampled": Case({"teacher": SERVED | {"signal": "sampled"}, "objective.loss": "forward_kl"}),
     "mixture": Case({"teacher": None, "teachers": {"one": TEACHER, "two": TEACHER}}),
     "on-policy": Case({"objective.loss": "reverse_kl", "rollout": ROLLOUT}),
-    "policy gradient": Case(
-        {
-            "objective.loss": "policy_gradient(clip_low=0.2)",
-            "teacher": None,
-            "rollout": ROLLOUT | {"reward": "rewards:one"},
-        }
-    ),
+    "policy gradient": Case(POLICY | {"teacher": None, "rollout": ROLLOUT | {"reward": "rewards:one"}}),
     "teacher_kl": Case({"objective.loss": "policy_gradient(teacher_kl=1)", "rollout": ROLLOUT}),
     "student's average": Case({"teacher": None, "teachers": {"one": TEACHER, "average": {"student": "ema"}}}),
     "hidden": Case({"objective.hidden": [{"student": 0, "teacher": 0}]}),

@@ -22,7 +22,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,21 +31,6 @@ FILE = Path(__file__).with_name("golden.json")
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 #: the table is between these lines of the page
 BEGIN, END = "<!-- written by tests/fake_cuda/fake_steps.py -->\n", "<!-- end -->\n"
-#: what torch answers for an H100
-H100 = SimpleNamespace(
-    name="NVIDIA H100",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    total_memory=80 * 10**9,
-    warp_size=32,
-    max_threads_per_multi_processor=2048,
-    regs_per_multiprocessor=65536,
-    L2_cache_size=50 * 2**20,
-    shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448,
-    shared_memory_per_multiprocessor=233472,
-)
 
 
 def main(names: Sequence[str]) -> None:
@@ -112,6 +96,7 @@ def in_a_process(function: Callable[[], Any]) -> int:
 
 def entry_of(case: Any) -> dict[str, Any]:
     from stillhouse.plan import rank_step
+    from stillhouse.plan.devices import DEVICES
 
     purposes = {
         rank_step.STUDENT_ACTIVATIONS: "student",
@@ -126,7 +111,7 @@ def entry_of(case: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = case.config(Path(folder))
         planned = rank_step.PlannedRank(config, case.rank, case.processes, "h100", case.document_tokens)
-        _, half, counts = rank_step.rank_steps(planned, H100, case.tokens_of_steps)
+        _, half, counts = rank_step.rank_steps(planned, DEVICES["h100"].properties(), case.tokens_of_steps)
     entry = {
         "micro_batches": case.micro_batches,
         "waits": _lines(counts.waits),

@@ -11,15 +11,18 @@ from stillhouse.config import ConfigError, RunConfig, load_config
 
 #: the keys that every configuration needs
 LEAST = {"student": {"model": "s"}, "data": {"train": "d.jsonl"}, "out": "o"}
-MISTAKES, MESSAGES = (
-    YAML(typ="safe").load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-    for name in ("config_errors.yaml", "messages.yaml")
-)
+MISTAKES = YAML(typ="safe").load(Path(__file__).with_name("config_errors.yaml").read_text(encoding="utf-8"))
+#: the lists of tests/kit/messages.yaml, and of a folder's own messages.yaml
+MESSAGES = {
+    subject: calls
+    for path in sorted(Path(__file__).parents[1].glob("*/messages.yaml"))
+    for subject, calls in YAML(typ="safe").load(path.read_text(encoding="utf-8")).items()
+}
 
 
 def refused_calls(subject: str) -> list[Any]:
     """Return the parameters of a test: each call of a list in messages.yaml, and a part of its message."""
-    return [pytest.param(case["call"], case["error"], id=case["error"]) for case in MESSAGES[subject]]
+    return [pytest.param(case["call"], case["error"], id=case["error"] or case["call"]) for case in MESSAGES[subject]]
 
 
 def assert_refused(call: str, text: str, names: dict[str, Any], error: type[Exception] = ValueError) -> None:

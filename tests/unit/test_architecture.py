@@ -10,6 +10,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from kit.step_walk import PIPELINE, walk, walk_on_policy
 
 import stillhouse
 
@@ -61,15 +62,13 @@ def test_the_modules_of_a_package_have_no_import_cycle() -> None:
     graph = grimp.build_graph("stillhouse", exclude_type_checking_imports=True, cache_dir=None)
     imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     assert imports["stillhouse.config.read_config"] >= {
-        "stillhouse.config.explain_errors",
-        "stillhouse.config.check_rules",
+        f"stillhouse.config.{name}" for name in ("explain_errors", "check_rules")
     }
     TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules of a cycle
 
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
 def test_nothing_imports_a_module_of_tests(folder: str) -> None:
-    """What several modules of tests share is in tests/kit."""
     importing = {
         str(path.relative_to(ROOT))
         for path in (ROOT / folder).rglob("*.py")
@@ -78,11 +77,17 @@ def test_nothing_imports_a_module_of_tests(folder: str) -> None:
     assert not importing
 
 
-def test_only_entry_points_name_objects_of_modules_by_text() -> None:
+def test_no_object_by_text_and_no_broad_except() -> None:
     """The registry loads what pyproject.toml and other distributions name; no other text stands for an object."""
     for path in PACKAGE.rglob("*.py"):
         texts = [node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         assert not [text for text in texts if re.fullmatch(r"stillhouse(\.\w+)+:\w[\w.]*", text)], path
+        for node in nodes(path):
+            if isinstance(node, ast.ExceptHandler):
+                caught = (
+                    {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"all"}
+                )
+                assert not caught & {"all", "Exception", "BaseException"}, f"{path}:{node.lineno}"
 
 
 def test_no_two_modules_of_tests_have_the_same_name() -> None:
@@ -91,11 +96,25 @@ def test_no_two_modules_of_tests_have_the_same_name() -> None:
     assert len(names) == len(set(names))
 
 
-def test_no_broad_except() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        for node in nodes(path):
-            if isinstance(node, ast.ExceptHandler):
-                caught = (
-                    {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"all"}
-                )
-                assert not caught & {"all", "Exception", "BaseException"}, f"{path}:{node.lineno}"
+HEAD = ["TeacherStudentPair.forward", "Decoder.forward", "Head.forward", "StepLoss.__call__", "linear_objective"]
+
+
+def test_in_one_process(tmp_path: Path) -> None:
+    assert walk(tmp_path) == ["train", "TorchEngine.forward_backward", *HEAD]
+
+
+@pytest.mark.slow
+def test_in_a_pipeline(tmp_path: Path) -> None:
+    stages = ["Pipeline.forward_backward", "_Stage.forward"]
+    assert walk(tmp_path, **PIPELINE) == ["train", "TorchEngine.forward_backward", *stages, *HEAD]
+
+
+def test_the_samples_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = walk_on_policy(tmp_path, monkeypatch)
+    take = ["train", "Rollout.take"]
+    generate = ["InJobEngine.generate", "Generator.generate", "Generator.batch", "Generator._run"]
+    score = [f"Samples.{name}" for name in ("next_requests", "receive", "_call_about", "_request_rewards")]
+    assert samples.token == [*take, "InJobEngine.complete", *generate, "TokenSampler.__call__"]
+    assert samples.reward == [*take, "InJobEngine.complete", *score, "RewardSum.request", "FunctionCalls.request"]
+    assert samples.switches <= 60, (tmp_path / "switches.txt").read_text()
+    assert samples.closures == []

@@ -1,9 +1,11 @@
-"""The tiny models of `kit.causal_families`: complete, finite, causal, and the same for the same seed."""
+"""The tiny models of `kit.causal_families` are complete, finite and causal, and the page of models has their rows."""
 
 import pytest
 import torch
+import transformers
 from kit import slow
 from kit.causal_families import CAUSAL, LEFT_OUT, SPECIAL, build
+from model_table import PAGE, row
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -43,3 +45,18 @@ def test_every_causal_model_type_is_built_or_left_out() -> None:
 @pytest.mark.parametrize("model_type", [*QUICK, *(slow(family) for family in CAUSAL if family not in QUICK)])
 def test_all_families_are_sound(model_type: str) -> None:
     require_sound(build(model_type))
+
+
+TEXT = PAGE.read_text(encoding="utf-8")
+ROWS = {line.split("`")[1]: line for line in TEXT.splitlines() if line.startswith("| `")}
+QUICK_ROWS = ("qwen3", "gpt_oss", "qwen3_5", "deepseek_v4", "modernbert-decoder")
+
+
+def test_every_family_has_a_row() -> None:
+    assert {*ROWS} == {*CAUSAL, *LEFT_OUT}
+
+
+@pytest.mark.skipif(f"transformers {transformers.__version__} " not in TEXT, reason="another version of transformers")
+@pytest.mark.parametrize("family", [*QUICK_ROWS, *(slow(family) for family in CAUSAL if family not in QUICK_ROWS)])
+def test_a_row_is_what_the_proof_finds(family: str) -> None:
+    assert row(family) == ROWS[family]

@@ -23,12 +23,9 @@ TEMPLATE = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A student without a chat template, conversations, and the same student with a template."""
     write_run(tmp_path)
-    turns = [
-        [{"role": "user", "content": f"Two and {number}?"}, {"role": "assistant", "content": f"It is {number + 2}."}]
-        for number in range(12)
-    ]
+    texts = [(f"Two and {number}?", f"It is {number + 2}.") for number in range(12)]
+    turns = [[{"role": "user", "content": one}, {"role": "assistant", "content": other}] for one, other in texts]
     write_records(tmp_path / "train.jsonl", [{"messages": messages} for messages in turns])
     write_records(tmp_path / "eval.jsonl", [{"messages": messages} for messages in turns[:3]])
     (tmp_path / "chat.jinja").write_text(TEMPLATE)

@@ -14,15 +14,9 @@ from benchmarks.record import RESULTS
 MEASURED = [name for name, claim in CLAIMS.items() if claim.measure is not None]
 
 
-def test_the_page_is_what_the_result_files_say() -> None:
+def test_the_page_is_what_the_result_files_say(tmp_path: Path) -> None:
     assert PAGE.read_text(encoding="utf-8") == page()
-
-
-def test_a_claim_without_a_result_is_shown_as_not_measured(tmp_path: Path) -> None:
     assert page(tmp_path).count(f"**Verdict: {NOT_MEASURED}") == len(TEXTS)
-
-
-def test_every_claim_can_be_measured_or_names_what_is_missing() -> None:
     assert {*CLAIMS} <= {*TEXTS}
     assert all(name in CLAIMS or "needs" in texts for name, texts in TEXTS.items())
 

@@ -28,7 +28,6 @@ def lines() -> list[list[str]]:
 
 
 def documents() -> dict[str, Any]:
-    """What kubernetes.yaml starts, by name."""
     parts = yaml.safe_load_all((ROOT / "examples" / "kubernetes.yaml").read_text())
     return {part["metadata"]["name"]: part for part in parts if part["kind"] != "Service"}
 

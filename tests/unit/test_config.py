@@ -1,63 +1,25 @@
-"""The meaning of a configuration: YAML, overrides, layers and defaults."""
+"""What a configuration means (YAML, overrides, layers, defaults); a mistake in it gives one line with the key."""
 
+import json
 import subprocess
 import sys
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.config_cases import LEAST, load, yaml_file
+from kit.config_cases import LEAST, MESSAGES, MISTAKES, failure, load, overrides_of, refused_calls, yaml_file
+from pydantic import ValidationError
 
-from docs.write_config import EXAMPLE
-from stillhouse.config import AdapterConfig, TrainConfig, load_config
-
-#: a file, overrides, and the values that they give by their keys
-MEANINGS: list[tuple[str, list[str], dict[str, Any]]] = [
-    ("", [], {"teacher": None, "train": TrainConfig(), "objective.loss": "forward_kl", "data.on_error": "raise"}),
-    (
-        "# nothing yet\n",
-        [],
-        {"train.tokens_per_step": 131072, "train.betas": (0.9, 0.95), "device": "auto", "seed": 0},
-    ),
-    ("train:\nteacher:\nobjective: {}\n", [], {"train.clip": 1.0, "teacher": None, "objective.temperature": 1.0}),
-    (EXAMPLE, [], {"student.model": "Qwen/Qwen3-0.6B", "teacher.dtype": "bfloat16", "out": "runs/qwen3"}),
-    (EXAMPLE, [], {"data.eval": 0.02, "data.max_tokens": 4096, "train.learning_rate": 2e-5, "train.epochs": 1.0}),
-    (EXAMPLE, [], {"objective.loss": "0.3*cross_entropy + 0.7*jsd(0.5)", "train.steps": None, "eval.every": 100}),
-    (EXAMPLE, [], {"checkpoint.keep": 2, "track": ["tensorboard"]}),
-    (
-        *("", ["teacher=null", "objective.loss=cross_entropy", "checkpoint.best=eval/forward_kl", "data.eval=0"]),
-        {"checkpoint.best": "eval/forward_kl"},
-    ),
-    # null
-    *(("", [f"train.clip={null}"], {"train.clip": None}) for null in ("null", "~", "")),
-    ("teacher: {model: t}", ["teacher=null"], {"teacher": None}),
-    # sections
-    (
-        *("", ["teacher={model: t, dtype: float16}", "teacher.revision=main"]),
-        {"teacher.model": "t", "teacher.dtype": "float16", "teacher.revision": "main"},
-    ),
-    ("", [], {"student.adapter": None}),
-    (
-        *("", ["student.adapter={type: lora, r: 8, alpha: 16, targets: [q_proj]}", "student.adapter.r=4"]),
-        {"student.adapter": AdapterConfig(r=4, alpha=16, targets=["q_proj"])},
-    ),
-    ("", ["student.adapter.dropout=0.1"], {"student.adapter": AdapterConfig(dropout=0.1)}),
-    ("", ["student.adapter={r: 8}", "student.adapter=null"], {"student.adapter": None}),
-    # a later layer's steps replace an earlier layer's epochs
-    ("", ["train.steps=5"], {"train.epochs": None, "train.steps": 5}),
-    ("train: {epochs: 3}", ["train.steps=5"], {"train.epochs": None, "train.steps": 5}),
-    ("train: {steps: 30}", ["train.epochs=2"], {"train.epochs": 2.0, "train.steps": None}),
-    # the home folder
-    ("", ["out=~/runs/a", "data.eval=~/a"], {"out": "/home/somebody/runs/a", "data.eval": "/home/somebody/a"}),
-    ("", ["student.model=org/name~1"], {"student.model": "org/name~1"}),
-]
+from docs.write_config import EXAMPLE  # noqa: F401 (messages.yaml)
+from stillhouse.config import AdapterConfig, ConfigError, MissingKeyError, TrainConfig, load_config, read_config  # noqa: F401 (messages.yaml)
+from stillhouse.config.check_rules import all_rules
 
 
-@pytest.mark.parametrize(("file", "overrides", "expected"), MEANINGS)
-def test_a_configuration_means_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, overrides: list[str], expected: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("call", MESSAGES["meanings of configurations"])
+def test_a_configuration_means_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    file, overrides, expected = eval(call)
     monkeypatch.setenv("HOME", "/home/somebody")
     config = load(*overrides, file=yaml_file(tmp_path, file))
     assert {key: attrgetter(key)(config) for key in expected} == expected
@@ -107,3 +69,77 @@ print({module.name for module in pkgutil.iter_modules(objective.__path__)} & {*n
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == ["objective.loss student.mtp.objective train.steps False", "set()"], done
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: str(mistake.get("given", mistake.get("file")))[:60])
+def test_a_mistake_is_one_line_with_key_and_expectation(tmp_path: Path, mistake: dict[str, Any]) -> None:
+    if "file" in mistake:
+        error, key = failure(file=yaml_file(tmp_path, mistake["file"])), mistake["key"]
+    else:
+        overrides = overrides_of(mistake)
+        error, key = failure(*overrides), mistake.get("key", overrides[0].partition("=")[0])
+    assert error.key == key
+    start = "" if key is None else f"{key}: "
+    assert str(error).startswith(start)
+    assert mistake["error"] in str(error).removeprefix(start)
+    assert "\n" not in str(error)
+    assert "hunter2" not in str(error)  # a secret in an address
+
+
+def test_each_rule_refuses_one_of_the_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_config, "check_rules", lambda config: None)
+    configs = []
+    for mistake in MISTAKES:
+        with suppress(ConfigError, KeyError):
+            configs.append(load(*overrides_of(mistake)))
+    unused = [rule.keys for rule in all_rules() if not any(list(rule.mistakes(config)) for config in configs)]
+    assert unused == []
+
+
+def test_every_fault_and_every_missing_key_has_its_line() -> None:
+    error = failure("train.clip=a", "device=gpu", "parallel.tensor=0")
+    assert [part.key for part in error.parts] == ["train.clip", "parallel.tensor", "device"]
+    assert error.key == "train.clip"
+    assert len(str(error).splitlines()) == 3
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["teacher.dtype=float32"])
+    parts = caught.value.parts
+    assert [part.key for part in parts] == ["student.model", "teacher.model", "data.train", "out"]
+    assert all(isinstance(part, MissingKeyError) for part in parts)
+    assert "out: required, but not given; expected: text, such as runs/qwen3" in str(caught.value)
+
+
+def test_a_section_of_another_tool_has_a_line_for_each_key_that_is_known(tmp_path: Path) -> None:
+    text = "trainer: {total_epochs: 3, default_local_dir: a, nnodes: {x: 1}}\noptim: {}\n"
+    error = failure(file=yaml_file(tmp_path, text))
+    keys = ["trainer.total_epochs", "trainer.default_local_dir", "trainer", "optim"]
+    assert [part.key for part in error.parts] == keys
+    assert "there are no suggestions for its nnodes.x" in str(error)
+    names = ["model_name_or_path", "learning_rate", "num_train_epochs", "output_dir", "lmbda", "beta", "seed_", "lr"]
+    many = {f"{name}{'_' * number}": 1 for number in range(4) for name in names}
+    lines = str(failure(file=yaml_file(tmp_path, json.dumps(many)))).splitlines()
+    assert len(lines) == 18
+    assert lines[-1].startswith("and ")
+
+
+@pytest.mark.parametrize(("call", "message"), refused_calls("files of configurations"))
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, call: str, message: str) -> None:
+    content = eval(call)
+    path = tmp_path / "run.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    assert str(failure(file=path)).startswith(f"{path}{message}")
+    assert "Is a directory" in str(failure(file=tmp_path))
+
+
+@pytest.mark.parametrize(("call", "message"), refused_calls("files and overrides"))
+def test_a_mistake_in_file_and_overrides(tmp_path: Path, call: str, message: str) -> None:
+    file, override = eval(call)
+    assert str(failure(override, file=yaml_file(tmp_path, file))).startswith(message)
+
+
+def test_sections_are_frozen_and_strict_in_python_too() -> None:
+    with pytest.raises(ValidationError):
+        load().seed = 3
+    with pytest.raises(ValidationError):
+        TrainConfig(learning_rate="2e-5")  # type: ignore[arg-type]

@@ -3,11 +3,10 @@
 import ast
 import re
 from pathlib import Path
-from typing import TypeGuard
 
 import click
 import pytest
-from kit.config_cases import failure, load, yaml_file
+from kit.config_cases import failure, load, refused_calls, yaml_file
 from kit.pages import code_blocks
 from ruamel.yaml import YAML
 
@@ -46,24 +45,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 KNOWN = {**value_fields(RunConfig), **RunConfig.model_fields}
 
 
-def test_every_entry_has_names_and_a_key_that_exists_or_a_note() -> None:
+def test_every_entry_leads_to_what_exists() -> None:
     assert all(list(entry.names()) for entry in peer_entries())
     assert all(entry.ours for entry in peer_table().keys)
     assert all(entry.note and not entry.ours for entry in peer_table().without_key)
     assert [key for entry in peer_entries() for key in entry.ours if key not in {*KNOWN, "student.adapter"}] == []
-
-
-def test_every_command_of_the_table_exists() -> None:
     named = [name for entry in peer_entries() for name in re.findall(r"stillhouse (\w+)", entry.note)]
     assert {"distill", "evaluate", "export"} <= set(named) <= set(cli.list_commands(click.Context(cli)))
-
-
-def test_every_value_of_another_tool_leads_to_one_that_is_accepted() -> None:
     for key, values in peer_table().values.items():
         for ours, theirs in values.items():
             load(f"{key}={ours}")
             for value in theirs:
                 assert f"did you mean {ours}?" in str(failure(f"{key}={value}"))
+    rows = {name for entry in peer_entries() for name in entry.trl}
+    assert [name for name in GRPO_FIELDS.split() if name not in rows] == []
 
 
 @pytest.mark.parametrize("peer", PEERS)
@@ -80,40 +75,15 @@ def test_every_name_leads_to_its_key(peer: str) -> None:
         assert not entry.ours or any(key in hint for key in entry.ours), name
 
 
-def test_every_field_of_grpo_has_a_row() -> None:
-    rows = {name for entry in peer_entries() for name in entry.trl}
-    assert [name for name in GRPO_FIELDS.split() if name not in rows] == []
+@pytest.mark.parametrize(("call", "words"), refused_calls("losses of other tools"))
+def test_an_error_about_a_loss_of_another_tool(call: str, words: str) -> None:
+    hint = loss_hint(eval(call))
+    assert (bool(hint), bool(re.match(words, hint))) == (bool(words), True)
 
 
-@pytest.mark.parametrize(
-    ("problem", "words"),
-    [
-        ("unknown name 'grpo' (known: …)", "; grpo: that is policy_gradient here, with rollout.reward"),
-        ("cannot read 'dr_grpo' in …", "; dr_grpo: .*only with the sum divided by all target tokens of the step"),
-        ("got an unexpected keyword argument 'epsilon'; …", "; epsilon of TRL .* policy_gradient.clip_low=0.2, "),
-        ("got an unexpected keyword argument 'beta'; …", "; beta of TRL .*Of GRPO: .*policy_gradient.kl_scale=0.04."),
-        ("unknown name 'alpha' (known: …)", None),
-        ("policy_gradient(clip_low=2): expected 0 ≤ clip_low ≤ 1", None),
-    ],
-)
-def test_an_error_about_a_loss_of_another_tool(problem: str, words: str | None) -> None:
-    assert loss_hint(problem) == "" if words is None else re.match(words, loss_hint(problem))
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("--learning-rate", "; an override has no dashes: train.learning_rate=..."),
-        ("--learning_rate", "; an override has no dashes: train.learning_rate=..."),
-        ("--train.steps", "; an override has no dashes: train.steps=..."),
-        ("--lr", "; lr is train.learning_rate here; write key=value, without dashes"),
-        ("--micro-batch", "; did you mean the override train.micro_batch_tokens=..."),
-        ("--output_dir", "; output_dir of TRL, ms-swift and axolotl is the key out here"),
-        ("--foo", ""),
-        ("--verbose", ""),
-    ],
-)
-def test_an_option_that_is_a_key(option: str, words: str) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("options of the command line"))
+def test_an_option_that_is_a_key(call: str, words: str) -> None:
+    option = eval(call)
     hint = override_hint(option, RunConfig)
     assert hint.startswith(words)
     assert bool(hint) == bool(words)
@@ -127,13 +97,10 @@ def test_a_foreign_word_gets_no_near_name(word: str) -> None:
     assert nearest(word, KNOWN) == []
 
 
-def test_the_tables_of_the_page_are_up_to_date() -> None:
+def test_the_page_is_up_to_date_and_its_configurations_load(tmp_path: Path) -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text.count("<!-- names: ") == len(PEERS) == text.count("<!-- end -->")
     assert with_names(text) == text, "run python docs/write_config.py"
-
-
-def test_our_configurations_of_the_page_load(tmp_path: Path) -> None:
     blocks = code_blocks(PAGE.read_text(encoding="utf-8"), "yaml")
     ours = [block for block in blocks if "student" in (YAML(typ="safe").load(block) or {})]
     assert len(ours) == len(PEERS) + 1  # two of TRL
@@ -151,13 +118,10 @@ def test_the_wrapper_of_the_page_calls_rewards_of_trl(tmp_path: Path, monkeypatc
     chat = {"prompt": [{"role": "user", "content": "1+1=?"}], "answer": "2"}
     assert checked_reward(exact, "User: 1+1=?", " 2", chat, "d:1") == 1.0
     assert checked_reward(short, "User: 1+1=?", "2" * 50, chat, "d:1") == -0.5
-    with pytest.raises(
-        ValueError, match=r"expected a function\(prompt, completion, record\); reward functions for TRL take"
-    ):
+    message = r"expected a function\(prompt, completion, record\); reward functions for TRL take"
+    with pytest.raises(ValueError, match=message):
         load_function(REWARD, "trl_rewards:exact")
-    fields = {keyword.arg for call in ast.walk(ast.parse(job)) if _is_config(call) for keyword in call.keywords}
+    calls = [node for node in ast.walk(ast.parse(job)) if isinstance(node, ast.Call)]
+    fields = {keyword.arg for call in calls if ast.unparse(call.func) == "GRPOConfig" for keyword in call.keywords}
+    assert fields
     assert fields - OF_TRAINER.union(GRPO_FIELDS.split()) == set()
-
-
-def _is_config(node: ast.AST) -> TypeGuard[ast.Call]:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "GRPOConfig"

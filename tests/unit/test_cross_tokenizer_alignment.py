@@ -45,19 +45,6 @@ def aligner_of(student: str, teacher: str) -> Aligner:
     return Aligner(tokenizer(student), tokenizer(teacher))
 
 
-def as_texts(
-    student: str, teacher: str, ids: np.ndarray, document: AlignedDocument
-) -> list[tuple[list[str], list[str]]]:
-    """The tokens of each span as they are in the vocabularies."""
-    return [
-        (
-            tokenizer(student).convert_ids_to_tokens([int(ids[at]) for at in span.student]),
-            tokenizer(teacher).convert_ids_to_tokens([int(document.teacher_tokens[at]) for at in span.teacher]),
-        )
-        for span in document.spans
-    ]
-
-
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_texts(student: str, teacher: str) -> None:
     for text in TEXTS:
@@ -89,10 +76,8 @@ def check_alignment(student: str, teacher: str, text: str) -> None:
     borders = [[sum(map(len, pieces[:count])) for count in range(len(pieces) + 1)] for pieces in sides]
     common = sorted(set(borders[0]) & set(borders[1]))
     *spans, end = document.spans
-    assert (end.student, end.teacher) == (
-        range(len(ids) - 1, len(ids)),
-        range(len(document.teacher_tokens) - 1, len(document.teacher_tokens)),
-    )
+    last, there = len(ids) - 1, len(document.teacher_tokens) - 1
+    assert (end.student, end.teacher) == (range(last, last + 1), range(there, there + 1))
     covered = [
         [b"".join(side[at - skip] for at in of) for side, skip, of in zip(sides, (start, first), span, strict=True)]
         for span in spans
@@ -128,7 +113,8 @@ def test_special_tokens() -> None:
     ids = np.array(student(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
     aligner = Aligner(student, teacher)
     (document,) = aligner.align([ids])
-    spans = as_texts("small", "large", ids, document)
+    ours, others = student.convert_ids_to_tokens(ids), teacher.convert_ids_to_tokens(document.teacher_tokens)
+    spans = [([ours[at] for at in span.student], [others[at] for at in span.teacher]) for span in document.spans]
     as_text = teacher.convert_ids_to_tokens(aligner.teacher.encode(["<|im_start|>"])[0])
     assert len(as_text) > 1
     assert spans[0] == (["<|im_start|>"], as_text)
@@ -143,9 +129,8 @@ def test_ids_match_if_they_stand_for_the_same_bytes(student: str, teacher: str) 
     one, other = tokenizer(student), tokenizer(teacher)
     aligner = aligner_of(student, teacher)
     twins = {index: twin for index, twin in enumerate(aligner.student_of.tolist()) if twin >= 0}
-    assert {twin: index for index, twin in twins.items()} == {
-        index: twin for index, twin in enumerate(aligner.teacher_of.tolist()) if twin >= 0
-    }
+    ours = {index: twin for index, twin in enumerate(aligner.teacher_of.tolist()) if twin >= 0}
+    assert {twin: index for index, twin in twins.items()} == ours
     ours, others = vocabulary_bytes(one), vocabulary_bytes(other)
     pieces = {ours[twin]: others[index] for index, twin in twins.items() if twin in ours}
     assert all(piece == same for piece, same in pieces.items())
@@ -212,9 +197,8 @@ def test_spaces_are_added_only_where_the_tokenizers_add_them(student: str, teach
     text = b"".join(bytes_of(one, ids[cut:])).decode()
     (document,) = aligner.align([np.array(ids[cut:], dtype=np.int32)])
     plain_ids = other(text, add_special_tokens=False)["input_ids"]
-    assert document.teacher_tokens.tolist() == (
-        cut_within_a_text(other, text) if teacher in ("pieces", "mistral") else plain_ids
-    )
+    expected = cut_within_a_text(other, text) if teacher in ("pieces", "mistral") else plain_ids
+    assert document.teacher_tokens.tolist() == expected
     assert not document.begins
 
 
@@ -223,7 +207,7 @@ def documents(made: PreTrainedTokenizerBase, texts: Sequence[str]) -> Documents:
     return documents_of(ids, [[1] * len(document) for document in ids])
 
 
-def test_unknown_characters_are_refused_by_the_document() -> None:
+def test_tokens_without_text_are_refused() -> None:
     student, teacher = tokenizer("small"), tokenizer("pieces")
     backend = teacher.backend_tokenizer
     backend.model = models.BPE(unk_token="<unk>", vocab={"<unk>": 0, "▁": 353, "a": 304}, merges=[])
@@ -232,16 +216,9 @@ def test_unknown_characters_are_refused_by_the_document() -> None:
     (unknown,) = student("<unk>", add_special_tokens=False)["input_ids"]
     with pytest.raises(ValueError, match=r"token 1 is '<unk>', whose text is not known"):
         Aligner(student, tokenizer("large")).align([np.array([60, unknown, 60], dtype=np.int32)])
-
-
-def test_tokenizers_without_exact_bytes_are_refused() -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])))
     with pytest.raises(ValueError, match=r"no decoder\) have no exact bytes"):
         TokenBytes(bare)
-
-
-def test_tokens_that_are_no_text_are_refused() -> None:
-    student = tokenizer("small")
     ids = student.convert_tokens_to_ids(["a", "Ł", "b"])
     with pytest.raises(ValueError, match="the student's tokens are not UTF-8 text"):
         Aligner(student, tokenizer("large")).align([np.array(ids, dtype=np.int32)])

@@ -270,10 +270,8 @@ def test_nothing_is_left_of_data_that_cannot_be_read(tmp_path: Path) -> None:
 def test_processes_that_start_together_write_one_entry(tmp_path: Path) -> None:
     write(tmp_path, 3000)
     results = [tmp_path / f"{number}.txt" for number in range(3)]
-    processes = [
-        fork_server().Process(target=write_fingerprint, args=(str(tmp_path), str(path)), daemon=True)
-        for path in results
-    ]
+    jobs = [(str(tmp_path), str(path)) for path in results]
+    processes = [fork_server().Process(target=write_fingerprint, args=job, daemon=True) for job in jobs]
     for process in processes:
         process.start()
     for process in processes:

@@ -68,10 +68,8 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, call: str, message: str) -
 def test_a_turn_that_counts_may_say_so(tmp_path: Path) -> None:
     """And the turns of others, and the turns of a prompt, are no targets whatever they say."""
     weighed = [turn | {"weight": int(turn["from"] == "gpt")} for turn in SHAREGPT]
-    documents, expected = (
-        load_records(tmp_path, [{"conversations": turns}], **CHAT) for turns in (weighed, SHAREGPT)
-    )
-    assert same_documents(documents, expected)
+    one, other = (load_records(tmp_path, [{"conversations": turns}], **CHAT) for turns in (weighed, SHAREGPT))
+    assert same_documents(one, other)
     prompt = [MESSAGES[1], MESSAGES[2] | {"weight": 0}, MESSAGES[1]]
     documents = load_records(tmp_path, [{"prompt": prompt, "completion": [MESSAGES[2]]}], **CHAT)
     assert toy_tokenizer().decode(documents.tokens_N[documents.targets_N].tolist()) == "four<|im_end|>"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.config_cases import refused_calls
 from kit.documents import ANSWER, EOS, QUESTION, load_records
 from kit.toy_tokenizer import toy_tokenizer
 
@@ -40,9 +41,7 @@ def test_documents_lie_one_after_another(tmp_path: Path) -> None:
     ("max_tokens", "sizes"),
     [(10, [10, 10, 7]), (9, [9, 9, 9]), (8, [8, 8, 8, 4]), (24, [24, 2]), (25, [25]), (2, [2] * 24)],
 )
-def test_long_texts_are_cut_into_pieces_and_lose_no_prediction(
-    tmp_path: Path, max_tokens: int, sizes: list[int]
-) -> None:
+def test_long_texts_are_cut_and_lose_no_prediction(tmp_path: Path, max_tokens: int, sizes: list[int]) -> None:
     records = [{"text": "0123456789" * 2 + "012"}]  # one token per digit, with bos and eos 25 tokens
     uncut, pieces = load_records(tmp_path, records), load_records(tmp_path, records, max_tokens=max_tokens)
     assert pieces.lengths_D.tolist() == sizes
@@ -57,9 +56,8 @@ def test_long_texts_are_cut_into_pieces_and_lose_no_prediction(
     assert report.split_documents == (len(sizes) > 1)
     if len(sizes) > 1:
         assert pieces.sources[1] == f"{tmp_path}/train.jsonl:1 (piece 2 of {len(sizes)})"
-        assert report.summary().startswith(
-            f"{tmp_path}/train.jsonl: 1 documents in {len(sizes)} pieces, {sum(sizes)} tokens"
-        )
+        start = f"{tmp_path}/train.jsonl: 1 documents in {len(sizes)} pieces, {sum(sizes)} tokens"
+        assert report.summary().startswith(start)
     assert report.records == pieces.select([0]).report.records == 1
 
 
@@ -93,7 +91,6 @@ def test_long_completions_are_cut_and_counted(tmp_path: Path) -> None:
 
 
 def test_bad_records_stop_with_file_and_line_or_are_counted(tmp_path: Path) -> None:
-    """Of a file's line and of a template; the reasons themselves are in the tests of reading and templates."""
     bad = ['{"text": ', [1], {"body": "a"}, {"text": 5}, {"text": ""}]
     reasons = ("not valid JSON", "expected a JSON object", "column 'text' is missing", "'text' must be", "'text' is")
     for record, reason in zip(bad, reasons, strict=True):
@@ -110,29 +107,14 @@ def test_bad_records_stop_with_file_and_line_or_are_counted(tmp_path: Path) -> N
     assert json.loads(json.dumps(asdict(report)))["skipped"] == 11
 
 
-@pytest.mark.parametrize(
-    ("records", "options", "message"),
-    [
-        ([{"question": "a"}] * 2, {}, r"train\.jsonl:1: no usable columns: found question"),
-        ([{"question": "a"}] * 2, {"on_error": "skip"}, r"train\.jsonl:1: no usable columns: found question"),
-        (["", ""], {}, r"train\.jsonl: the dataset is empty"),
-        (["{", "{"], {"on_error": "skip"}, r"(?s)of 2 records 2 were skipped\n.*:1: not valid.*:2: not valid"),
-        (
-            [{"prompt": "0" * 9, "completion": "1"}],
-            {"max_tokens": 4},
-            r"1 have no token to predict .*max_tokens=4; 1 were cut at this limit",
-        ),
-        (numbered(1), {"max_tokens": 1}, "max_tokens must be at least 2"),
-    ],
-)
-def test_datasets_without_a_document_say_why(
-    tmp_path: Path, records: list[Any], options: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("datasets without a document"))
+def test_datasets_without_a_document_say_why(tmp_path: Path, call: str, message: str) -> None:
+    records, options = eval(call)
     with pytest.raises(ValueError, match=message):
         load_records(tmp_path, records, **options)
 
 
-def test_a_source_without_an_end_that_is_a_target_is_a_warning(tmp_path: Path) -> None:
+def test_warnings_of_a_source(tmp_path: Path) -> None:
     whole = load_records(tmp_path, [{"messages": CHAT}], chat="plain")
     assert whole.report.warnings == []
     cut = load_records(tmp_path, [{"messages": CHAT}], chat="plain", max_tokens=whole.report.tokens - 2)
@@ -144,9 +126,6 @@ def test_a_source_without_an_end_that_is_a_target_is_a_warning(tmp_path: Path) -
         "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
     )
     assert load_records(tmp_path, [{"messages": CHAT}], tokenizer).report.warnings
-
-
-def test_marks_of_images_without_images_are_one_warning(tmp_path: Path) -> None:
     records = [{"text": "a"}, {"text": "b <image> c"}, {"text": "<image> d"}]
     (warning,) = load_records(tmp_path, records).report.warnings
     assert warning.startswith(f"{tmp_path}")
@@ -156,7 +135,6 @@ def test_marks_of_images_without_images_are_one_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("column", ["text", "answer"])
 def test_ids_beyond_a_head(tmp_path: Path, column: str) -> None:
-    """Of a document, and of the prefix of a teacher that reads it."""
     tokenizer = toy_tokenizer(adds_bos=False)
     tokenizer.add_tokens(["<image>"])
     records = [{"text": "a", "answer": ""}, {"text": "c", "answer": "b"} | {column: "b <image>"}]
@@ -189,9 +167,6 @@ def test_the_held_out_share_depends_on_the_content_alone(tmp_path: Path) -> None
     assert held_out.report.tokens == len(held_out.tokens_N)
     assert held_out.report.target_tokens == held_out.targets_N.sum()
     assert load_records(tmp_path, records, toy_tokenizer(adds_bos=False)).split(0.2)[1].sources == held_out.sources
-
-
-def test_pieces_of_one_text_stay_together(tmp_path: Path) -> None:
     records = [{"text": f"{index}" * 40} for index in range(100, 150)]
     sides = load_records(tmp_path, records, max_tokens=16).split(0.3)
     assert sum(len({source.split(" ")[0] for source in side.sources}) for side in sides) == 50

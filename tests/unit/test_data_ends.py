@@ -34,13 +34,9 @@ def glm_tokenizer(name: str, special: tuple[str, ...] = OF_GLM) -> PreTrainedTok
     """A tokenizer with a template of TRL, such as GLM's: the original, or the one that TRL trains with."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    options: dict[str, Any] = {"vocab_size": 320, "special_tokens": list(special), "show_progress": False}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend.train_from_iterator(
-        TEXT,
-        trainers.BpeTrainer(
-            vocab_size=320, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
-        ),
-    )
+    backend.train_from_iterator(TEXT, trainers.BpeTrainer(**options, initial_alphabet=alphabet))
     backend.add_tokens(["<tool_call>", "</tool_call>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special[0])
     tokenizer.chat_template = chat_templates()[name]
@@ -55,17 +51,11 @@ def texts(documents: Documents, tokenizer: PreTrainedTokenizerFast) -> tuple[str
 @pytest.mark.parametrize(
     "messages",
     [
-        [USER, FOUR],
-        [USER, FOUR, USER, THINKS],
-        [USER, THINKS, USER, FOUR],
-        [USER, CALLS],
-        [USER, CALLS, REPLY, FOUR, USER, CALLS],
-        [USER, FOUR, USER],
+        *([USER, FOUR], [USER, FOUR, USER, THINKS], [USER, THINKS, USER, FOUR], [USER, CALLS]),
+        *([USER, CALLS, REPLY, FOUR, USER, CALLS], [USER, FOUR, USER]),
     ],
 )
-def test_the_header_of_the_next_turn_ends_a_turn_without_a_marker(
-    tmp_path: Path, messages: list[dict[str, Any]]
-) -> None:
+def test_the_next_header_ends_a_turn_without_a_marker(tmp_path: Path, messages: list[dict[str, Any]]) -> None:
     """The expected tokens and targets are those of the template that TRL trains GLM with."""
     original, training = map(glm_tokenizer, ("glm4moe", "glm4moe_training"))
     ends = original.convert_tokens_to_ids(list(ENDS))
@@ -121,18 +111,14 @@ def test_a_marker_is_followed_by_no_header(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "ends"),
     [
-        ({"messages": [USER, FOUR]}, ["<|im_end|>"]),
-        ({"messages": [USER, FOUR, USER]}, ["<|im_end|>"]),
+        *(({"messages": [USER, FOUR]}, ["<|im_end|>"]), ({"messages": [USER, FOUR, USER]}, ["<|im_end|>"])),
         ({"messages": [USER, FOUR, REPLY]}, ["<|im_end|>"]),
         ({"prompt": [USER], "completion": [FOUR, USER]}, ["<|im_end|>"]),
-        ({"prompt": [USER], "completion": [FOUR]}, ["<|im_end|>"]),
-        ({"text": "two"}, ["</s>"]),
+        *(({"prompt": [USER], "completion": [FOUR]}, ["<|im_end|>"]), ({"text": "two"}, ["</s>"])),
         ({"prompt": "two", "completion": "four"}, ["</s>"]),
     ],
 )
-def test_the_report_has_the_tokens_that_teach_to_stop(
-    tmp_path: Path, fields: dict[str, Any], ends: list[str]
-) -> None:
+def test_the_report_has_what_teaches_to_stop(tmp_path: Path, fields: dict[str, Any], ends: list[str]) -> None:
     for tokens in ("completion", "all"):
         tokenizer = toy_tokenizer(chat="plain")
         report = load_records(tmp_path, [fields], tokenizer, tokens=tokens).report
@@ -202,10 +188,7 @@ RENDERED = "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\nfour<|im_en
         ("two <|im_start|>", "<s>", "</s>"),  # special, but no end
     ],
 )
-def test_a_rendered_text_gets_no_second_special_token(
-    tmp_path: Path, text: str, begin: str, end: str, adds_eos: bool
-) -> None:
-    """As a text, as a completion and as a prompt, also of a tokenizer that appends an end of its own."""
+def test_no_special_token_is_added_twice(tmp_path: Path, text: str, begin: str, end: str, adds_eos: bool) -> None:
     tokenizer, options = toy_tokenizer(adds_eos=adds_eos), {"end_ids": [5], "max_tokens": 256}
     expected = f"{begin}{text}{end}"
     documents = load_records(tmp_path, [{"text": text}], tokenizer, **options)  # type: ignore[arg-type]
@@ -218,7 +201,7 @@ def test_a_rendered_text_gets_no_second_special_token(
     assert tokenizer.decode(prompts.tokens(0)) == f"{begin}{prompt}"
 
 
-def test_a_prefix_of_tokens_is_put_before_a_text_once(tmp_path: Path) -> None:
+def test_prefixes_are_put_before_a_text_once(tmp_path: Path) -> None:
     """GLM's tokenizers put `[gMASK]<sop>` before a text, and have no BOS."""
     tokenizer = glm_tokenizer("glm4moe")
     pairs = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("[gMASK]", "<sop>")]
@@ -230,9 +213,6 @@ def test_a_prefix_of_tokens_is_put_before_a_text_once(tmp_path: Path) -> None:
         assert tokenizer.decode(ids) == "[gMASK]<sop>two<|endoftext|>"
     assert is_rendered(tokenizer, "[gMASK]<sop>two")
     assert not is_rendered(tokenizer, "two")
-
-
-def test_the_prefix_of_a_teacher_has_no_second_bos(tmp_path: Path) -> None:
     tokenizer = toy_tokenizer()
     for text in ("two", "<s>two"):
         documents = load_records(tmp_path, [{"text": text}], tokenizer, prefixes={"one": "<s>Know."})

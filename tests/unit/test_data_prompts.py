@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.config_cases import refused_calls
 from kit.documents import ANSWER, BOS, QUESTION, load_records
 from kit.toy_tokenizer import PLAIN_TEMPLATE, Chat, toy_tokenizer
 
@@ -29,9 +30,7 @@ def test_a_prompt_ends_where_the_completion_of_the_same_record_begins(tmp_path: 
 @pytest.mark.parametrize(
     "record", [{"messages": [QUESTION]}, {"messages": [QUESTION, ANSWER]}, {"prompt": [QUESTION]}]
 )
-def test_a_chat_ends_with_the_beginning_of_the_assistants_turn(
-    tmp_path: Path, chat: Chat, record: dict[str, Any]
-) -> None:
+def test_a_chat_ends_with_the_assistants_header(tmp_path: Path, chat: Chat, record: dict[str, Any]) -> None:
     tokenizer = toy_tokenizer(chat=chat)
     expected = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(load_prompts(tmp_path, [record], chat=chat).tokens(0)) == expected
@@ -73,9 +72,7 @@ _WRITES_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
     ],
     ids=range(4),
 )
-def test_a_template_that_drops_tools_or_has_no_generation_prompt_is_warned_of(
-    tmp_path: Path, template: str, of_tools: bool, of_prompt: bool, prompts: bool
-) -> None:
+def test_warnings_of_templates(tmp_path: Path, template: str, of_tools: bool, of_prompt: bool, prompts: bool) -> None:
     tokenizer = toy_tokenizer(chat="plain")
     tokenizer.chat_template = template
     records = [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION, ANSWER], "tools": [_ADD]}]
@@ -85,25 +82,17 @@ def test_a_template_that_drops_tools_or_has_no_generation_prompt_is_warned_of(
     assert (heading in warnings) == (of_prompt and prompts)
 
 
-def test_the_same_records_are_held_out_as_of_whole_documents(tmp_path: Path) -> None:
+def test_keys_are_those_of_documents_and_the_fingerprint_has_all_columns(tmp_path: Path) -> None:
     records = [{"prompt": f"{number} and two?", "completion": f"{number + 2}"} for number in range(40)]
     prompts, documents = load_prompts(tmp_path, records), load_records(tmp_path, records)
     assert prompts.keys_D.tolist() == documents.keys_D.tolist()
+    first, second = (load_prompts(tmp_path, [{"prompt": "a", "answer": answer}]) for answer in "bc")
+    assert first.fingerprint() != second.fingerprint()
 
 
-@pytest.mark.parametrize(
-    ("record", "problem"),
-    [
-        ({"prompt": "two and two? " * 9}, "the prompt has .* tokens: expected at most 24, .* lower rollout.max_new"),
-        ({"prompt": 3}, "'prompt' must be a string"),
-        ({"messages": [ANSWER]}, "'messages' has only turns of the assistant"),
-        ({"text": "two and two?"}, "no usable columns: found text; expected one of 'prompt' or 'messages'"),
-        ({"prompt": "a", "messages": [QUESTION]}, "ambiguous columns"),
-    ],
-)
-def test_a_record_without_a_usable_prompt_is_refused_by_its_line(
-    tmp_path: Path, record: dict[str, Any], problem: str
-) -> None:
+@pytest.mark.parametrize(("call", "problem"), refused_calls("prompts"))
+def test_a_record_without_a_usable_prompt_is_refused_by_its_line(tmp_path: Path, call: str, problem: str) -> None:
+    record = eval(call)
     with pytest.raises(DataError, match=rf"train.jsonl:1: .*{problem}"):
         load_prompts(tmp_path, [record], max_tokens=24, chat="plain")
 
@@ -115,11 +104,6 @@ def test_an_empty_prompt_needs_a_beginning_of_sequence(tmp_path: Path) -> None:
         load_prompts(tmp_path, records, without_bos)
     documents = load_prompts(tmp_path, records, without_bos, on_error="skip")
     assert (documents.report.skipped, len(documents)) == (1, 1)
-
-
-def test_the_fingerprint_depends_on_what_rewards_may_read(tmp_path: Path) -> None:
-    first, second = (load_prompts(tmp_path, [{"prompt": "a", "answer": answer}]) for answer in "bc")
-    assert first.fingerprint() != second.fingerprint()
 
 
 def test_weights_and_numbers_per_token_are_shifted_like_labels(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""Reading records from every kind of source, and errors that name the file and line."""
+"""Reading records from every kind of source and format, and errors that name the file and line."""
 
+import gzip
 import json
 import os
 import re
@@ -12,8 +13,9 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from kit.config_cases import refused_calls
 
-from stillhouse.data import NoSourceError, read_records
+from stillhouse.data import DataError, NoSourceError, read_records
 from stillhouse.data.read.data_source import local_files
 
 
@@ -49,21 +51,9 @@ def test_json_lines_name_file_and_line(tmp_path: Path, content: bytes, by_line: 
     assert [(record.where, record.fields) for record in read_records(path)] == expected
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ('{"text": "a"', "not valid JSON: Expecting ',' delimiter at column 13; expected one object per line"),
-        ("[1, 2]", "expected a JSON object per line, got a list ([1, 2])"),
-        ('"a"', "expected a JSON object per line, got a string ('a')"),
-        ("null", "expected a JSON object per line, got null"),
-        (b'{"text": "\xff"}', "not UTF-8 text: byte 11 of the line is 0xff"),
-        ('{"n": ' + "1" * 5000 + "}", "not readable as JSON: "),
-        ("[" * 100_000, "not readable as JSON: "),
-        ('{"text": "a", "text": "b"}', "not readable as JSON: an object has the key 'text' twice"),
-        ('{"a": [{"b": 1, "c": 2, "b": 1}]}', "not readable as JSON: an object has the key 'b' twice"),
-    ],
-)
-def test_a_bad_line_is_handed_on_with_its_reason(tmp_path: Path, line: str | bytes, reason: str) -> None:
+@pytest.mark.parametrize(("call", "reason"), refused_calls("lines"))
+def test_a_bad_line_is_handed_on_with_its_reason(tmp_path: Path, call: str, reason: str) -> None:
+    line = eval(call)
     path = write_lines(tmp_path / "a.jsonl", {"text": "one"}, line, {"text": "three"})
     first, second, third = read_records(path)
     assert (first.problem, third.problem) == ("", "")
@@ -102,6 +92,10 @@ def test_a_folder_and_a_glob_come_in_the_order_of_names(tmp_path: Path) -> None:
     assert texts(tmp_path) == ["a", "b", "c"]
     assert texts(f"{tmp_path}/*.jsonl") == ["a", "b"]
     assert texts(f"{tmp_path}/**/*.jsonl") == ["a", "b", "d"]
+    odd = tmp_path / "name:en@test"
+    odd.mkdir()
+    write_lines(odd / "a:b@c.jsonl", {"text": "here"})
+    assert texts(odd) == texts(odd / "a:b@c.jsonl") == ["here"]
 
 
 def no_file(kind: str, path: Path) -> None:
@@ -177,9 +171,7 @@ def test_a_path_is_never_requested_from_the_hub(source: str) -> None:
         ("org/name:20231101.en@validation", ("org/name", "20231101.en", "validation")),
     ],
 )
-def test_a_hub_id_is_passed_on_untouched(
-    monkeypatch: pytest.MonkeyPatch, source: str, expected: tuple[str, str | None, str]
-) -> None:
+def test_a_hub_id_is_passed_on(monkeypatch: pytest.MonkeyPatch, source: str, expected: tuple[Any, ...]) -> None:
     requests = []
 
     # the test replaces the network
@@ -218,38 +210,99 @@ def test_configuration_and_split_choose_a_part() -> None:
 
 
 @pytest.mark.usefixtures("repository")
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("org/name@validation", r"Config name is missing.*\['de', 'en'\]"),
-        ("org/name:fr", r"BuilderConfig 'fr' not found.*\['de', 'en'\]"),
-        ("org/name:en@test", 'Unknown split "test"'),
-    ],
-)
-def test_a_part_that_is_not_there_is_an_error_that_names_what_was_given(source: str, reason: str) -> None:
+@pytest.mark.parametrize(("call", "reason"), refused_calls("parts of a hub's dataset"))
+def test_a_part_that_is_not_there_is_an_error_that_names_what_was_given(call: str, reason: str) -> None:
+    source = eval(call)
     with pytest.raises(ValueError, match=rf"(?s)^{source}: the hub's dataset .*{reason}"):
         read_records(source)
 
 
-def test_a_local_path_is_never_taken_apart(tmp_path: Path) -> None:
-    odd = tmp_path / "name:en@test"
-    odd.mkdir()
-    write_lines(odd / "a:b@c.jsonl", {"text": "here"})
-    assert texts(odd) == texts(odd / "a:b@c.jsonl") == ["here"]
+@pytest.mark.parametrize(("call", "message"), refused_calls("errors of the hub"))
+def test_a_failing_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, call: str, message: str) -> None:
+    raised = eval(call)
 
-
-@pytest.mark.parametrize(
-    ("raised", "message"),
-    [
-        (datasets.exceptions.DatasetNotFoundError("does not exist"), "no dataset on the hub: does not exist"),
-        (ConnectionError("unreachable"), "no dataset on the hub: unreachable"),
-        (ValueError("Unknown split"), r"expected org/name:configuration@split\): Unknown split"),
-    ],
-)
-def test_a_failing_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, raised: Exception, message: str) -> None:
     def load_dataset(*_: Any, **__: Any) -> datasets.Dataset:
         raise raised
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(ValueError, match=message):
         read_records("org/name")
+
+
+def compress(path: Path, content: bytes) -> Path:
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(content))
+    elif path.suffix == ".zst":
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
+            file.write(content)
+    else:
+        path.write_bytes(content)
+    return path
+
+
+LINES = [{"text": "one\u2028"}, {"text": "two"}, {"text": "x" * 5000}]
+CONTENTS = {
+    "jsonl": "".join(json.dumps(record) + "\n" for record in LINES),
+    "json": json.dumps(LINES, indent=1),
+    "csv": "text\n" + "".join(f'"{record["text"]}"\n' for record in LINES),
+    "tsv": "text\n" + "".join(f"{record['text']}\n" for record in LINES),
+}
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", list(CONTENTS))
+def test_every_format_gives_the_same_records(tmp_path: Path, kind: str, ending: str) -> None:
+    path = compress(tmp_path / f"a.{kind}{ending}", CONTENTS[kind].encode())
+    assert [record.fields for record in read_records(path)] == LINES
+    assert [record.fields for record in read_records(tmp_path)] == LINES
+
+
+def test_lines_of_csv_and_of_an_array(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    text = '\ufeffprompt,completion\r\n"a, ""b""\n\nc",d\r\n\r\ne,f\nonly one\n"g\n",h\n'
+    path.write_bytes(text.encode() + b"\xff,i\nj,k")
+    records = list(read_records(path))
+    assert [record.where.removeprefix(str(path)) for record in records] == [":2", ":6", ":7", ":8", ":10", ":11"]
+    assert records[0].fields == {"prompt": 'a, "b"\n\nc', "completion": "d"}
+    assert records[3].fields == {"prompt": "g\n", "completion": "h"}
+    assert records[2].problem == "has 1 fields, expected 2: prompt, completion"
+    assert records[4].problem == "not UTF-8 text in the column 'prompt'"
+    path = tmp_path / "a.json"
+    path.write_text('\n [\n {"text":\n "a"},\n\n 3, {"text": "b"}]\n')
+    records = list(read_records(path))
+    assert [record.where for record in records] == [f"{path}:{line}" for line in (3, 6, 6)]
+    assert [record.fields for record in records] == [{"text": "a"}, {}, {"text": "b"}]
+    assert records[1].problem == "expected an array of JSON objects, got a number (3) in it"
+
+
+ARRAY = "not a readable JSON array, from this record on: "
+
+
+@pytest.mark.parametrize(("call", "reason"), refused_calls("damaged files of records"))
+def test_damage_behind_which_no_record_can_be_found_stops_the_reading(tmp_path: Path, call: str, reason: str) -> None:
+    kind, text, line = eval(call)
+    path = tmp_path / f"a.{kind}"
+    path.write_text(text)
+    with pytest.raises(DataError) as error:
+        list(read_records(path))
+    assert str(error.value).startswith(f"{path}:{line}: {reason}")
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_compressed_file_that_was_cut_is_refused(tmp_path: Path, ending: str) -> None:
+    complete = compress(tmp_path / f"a.jsonl{ending}", CONTENTS["jsonl"].encode()).read_bytes()
+    cut = tmp_path / f"cut.jsonl{ending}"
+    for size in range(len(complete)):
+        cut.write_bytes(complete[:size])
+        with pytest.raises(ValueError, match=rf"cut\.jsonl\{ending}: .*(damaged or cut off|is empty)"):
+            list(read_records(cut))
+    cut.write_bytes(CONTENTS["jsonl"].encode())
+    with pytest.raises(ValueError, match="damaged or cut off"):
+        list(read_records(cut))
+
+
+def test_a_folder_with_a_file_and_its_compressed_form_is_refused(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        compress(tmp_path / name, CONTENTS["jsonl"].encode())
+    with pytest.raises(ValueError, match=r"has both a\.jsonl\.gz and a\.jsonl"):
+        read_records(tmp_path)

@@ -1,7 +1,6 @@
 """Sources with weights, and several evaluation sets with their own metrics."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import ConfigError
 from stillhouse.data import Documents, LoadOptions, PackedSequences, load_documents
-from stillhouse.loops.session import Session
 from stillhouse.output.progress import folder_name
 from stillhouse.run.run import data_reports, prepare
 from stillhouse.tools.write_cache import write_cache
@@ -23,15 +21,11 @@ from stillhouse.tools.write_cache import write_cache
 WEIGHTS, SIZES = (0.7, 0.2, 0.1), (20, 300, 90)
 
 
-def load_sources(folder: Path) -> dict[str, Documents]:
-    paths = {
-        f"{number}": write_texts(folder / f"{number}.jsonl", count, number) for number, count in enumerate(SIZES)
-    }
-    return {name: load_documents(path, toy_tokenizer(), LoadOptions(max_tokens=32)) for name, path in paths.items()}
-
-
 def weighted(folder: Path, seed: int = 0) -> PackedSequences:
-    return PackedSequences(Documents.joined(load_sources(folder)), max_tokens=32, seed=seed, weights=WEIGHTS)
+    paths = {str(at): write_texts(folder / f"{at}.jsonl", count, at) for at, count in enumerate(SIZES)}
+    options = LoadOptions(max_tokens=32)
+    sources = {name: load_documents(path, toy_tokenizer(), options) for name, path in paths.items()}
+    return PackedSequences(Documents.joined(sources), max_tokens=32, seed=seed, weights=WEIGHTS)
 
 
 def token_shares(sequences: PackedSequences, chosen: np.ndarray) -> np.ndarray:
@@ -40,7 +34,7 @@ def token_shares(sequences: PackedSequences, chosen: np.ndarray) -> np.ndarray:
     return np.bincount(sequences.set_S[chosen], weights=tokens, minlength=3) / sum(tokens)
 
 
-def test_the_shares_of_tokens_are_the_weights(tmp_path: Path) -> None:
+def test_the_shares_of_tokens_are_the_weights_and_the_seed_decides_the_order(tmp_path: Path) -> None:
     sequences, total = weighted(tmp_path), 2000
     steps = [sequences.step_sequences(step, 50, total) for step in range(40)]
     for step in steps:  # each step by itself, to a sequence
@@ -56,9 +50,6 @@ def test_the_shares_of_tokens_are_the_weights(tmp_path: Path) -> None:
     documents = sequences.documents
     for sequence in range(len(sequences)):
         assert len(set(documents.set_D[sequences.members(sequence)].tolist())) == 1
-
-
-def test_the_order_depends_on_the_seed_alone(tmp_path: Path) -> None:
     one, other = weighted(tmp_path), weighted(tmp_path)
     for step in (0, 7, 3):
         assert np.array_equal(one.step_sequences(step, 50, 2000), other.step_sequences(step, 50, 4000))
@@ -82,10 +73,10 @@ def test_each_set_has_the_metrics_of_an_evaluation_of_its_own(tmp_path: Path) ->
     metrics_of_sets, documents = evaluate(session), session.data.evaluation
     assert documents is not None
     for name in ("cross_entropy", "forward_kl", "agreement"):
-        mean = sum(
-            metrics_of_sets[f"eval/{evaluation_set}/{name}"] * metrics_of_sets[f"eval/{evaluation_set}/tokens"]
-            for evaluation_set in ("math", "chat")
-        )
+        parts = [
+            (metrics_of_sets[f"eval/{one}/{name}"], metrics_of_sets[f"eval/{one}/tokens"]) for one in ("math", "chat")
+        ]
+        mean = sum(value * tokens for value, tokens in parts)
         assert metrics_of_sets[f"eval/{name}"] == pytest.approx(mean / metrics_of_sets["eval/tokens"], rel=1e-12)
     for name, source in config.data.eval.items():
         alone = evaluate(session_of(tmp_path, **{"data.eval": source}))
@@ -115,7 +106,8 @@ def test_a_cache_of_a_mixture_gives_the_teachers_gradients(tmp_path: Path, recor
     stored = session_of(tmp_path, cached=True, **more, **{"teacher.cache": str(tmp_path / "cache")})
     rows = in_job.schedule.step_schedule.micro_batches(in_job.data.train, 0).rows
     assert (len(np.unique(np.concatenate(rows))) < sum(map(len, rows))) == (records == 1)
-    assert cache.documents == len({document.tobytes() for document in _documents(in_job)})
+    documents = (in_job.data.train.documents, in_job.data.evaluation.documents)
+    assert cache.documents == len({of.tokens(at).tobytes() for of in documents for at in range(len(of))})
     losses = [forward_backward(of_session).sums["loss"] for of_session in (in_job, stored)]
     norms = [of_session.models.engine.gradient_norm() for of_session in (in_job, stored)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
@@ -123,16 +115,9 @@ def test_a_cache_of_a_mixture_gives_the_teachers_gradients(tmp_path: Path, recor
     assert evaluate(stored) == pytest.approx(evaluate(in_job), rel=1e-6)
 
 
-def _documents(session: Session) -> Iterator[np.ndarray]:
-    assert session.data.evaluation is not None
-    for documents in (session.data.train.documents, session.data.evaluation.documents):
-        yield from map(documents.tokens, range(len(documents)))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp=2", "pipeline=2"])
 def test_two_processes_train_on_the_same_mixture(tmp_path: Path, layout: str) -> None:
-    """Same steps, same gradients, same metrics of each set as in one process; and a resumed run goes on with them."""
     more = {"eval.every": 1, "checkpoint.every": 2, "checkpoint.keep": 9, "train.steps": 4}
     write_run(tmp_path, **settings(tmp_path), **more)
     run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'one'}")

@@ -17,10 +17,8 @@ from stillhouse.data.render.record_forms import template_for
 from stillhouse.data.render.templates import ANCHOR, Encoded, Tokens
 
 CHAT = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "What is the capital of France?"},
-    {"role": "assistant", "content": " Paris is"},
-    {"role": "user", "content": "And two and two?"},
+    *({"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of France?"}),
+    *({"role": "assistant", "content": " Paris is"}, {"role": "user", "content": "And two and two?"}),
     {"role": "assistant", "content": "four"},
 ]
 
@@ -73,9 +71,7 @@ def test_prompt_and_completion(adds_bos: bool, adds_eos: bool) -> None:
         ({"adds_bos": False, "bos_token": "</s>"}, "the"),  # a BOS that is EOS is no end of the prompt
     ],
 )
-def test_only_an_end_that_the_tokenizer_appends_is_removed_from_a_prompt(
-    tokenizer: dict[str, Any], prompt: str
-) -> None:
+def test_only_an_appended_end_is_removed_from_a_prompt(tokenizer: dict[str, Any], prompt: str) -> None:
     toy = toy_tokenizer(**tokenizer)
     encoded = encode({"prompt": prompt, "completion": " heads"}, toy)
     before, completion = [BOS] * (not tokenizer) + plain(toy, prompt), [*plain(toy, " heads"), EOS]
@@ -213,7 +209,6 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for 
 
 
 def with_tools(chat: Any) -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose template writes the tools first."""
     tokenizer = toy_tokenizer(chat=chat)
     tools_first = "{% if tools is not none %}{{ '<tools>' + tools | tojson + '</tools>' }}{% endif %}"
     tokenizer.chat_template = f"{tools_first}{tokenizer.chat_template}"
@@ -256,29 +251,18 @@ def test_a_template_of_its_own_for_tools() -> None:
     assert not tokenizer.decode(encode({"messages": CHAT}, tokenizer).ids).startswith("<tools>")
 
 
-def test_a_column_named_tools_beside_text_is_an_extra_column() -> None:
+def test_extra_columns() -> None:
     one, other = (encode(fields, toy_tokenizer()) for fields in ({"text": "a", "tools": 3}, {"text": "a"}))
     assert one.ids.tolist() == other.ids.tolist()
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        (["id", "body"], "no usable columns: found body, id; expected 'messages', 'prompt' and 'completion'"),
-        (["prompt"], "prompts without completions: found prompt"),
-        ([], "no usable columns: found none"),
-        (["text", "messages"], "ambiguous columns: found messages, text; expected only one"),
-        (["messages"], "has no chat template"),
-    ],
-)
-def test_columns_of_no_or_several_forms(columns: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        template_for(dict.fromkeys(columns, "a"), toy_tokenizer(), "completion")
-
-
-def test_a_half_form_beside_a_whole_one_is_an_extra_column() -> None:
     fields = {"prompt": "a", "messages": CHAT}
     assert template_for(fields, toy_tokenizer(chat="plain"), "completion").columns == ("messages",)
+
+
+@pytest.mark.parametrize(("call", "message"), refused_calls("columns"))
+def test_columns_of_no_or_several_forms(call: str, message: str) -> None:
+    columns = eval(call)
+    with pytest.raises(ValueError, match=message):
+        template_for(dict.fromkeys(columns, "a"), toy_tokenizer(), "completion")
 
 
 TEXT, COMPLETION, MESSAGES = {"text": "good"}, {"prompt": "a", "completion": "b"}, {"messages": CHAT}

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.config_cases import refused_calls
 from kit.documents import load_records
 from kit.toy_tokenizer import save_toy_tokenizer, toy_backend, toy_tokenizer
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers  # noqa: F401 (messages.yaml)
 from transformers import PreTrainedTokenizerFast
 
 from stillhouse.agents.reply_format import OrdinaryText
@@ -21,7 +22,6 @@ from stillhouse.libraries import is_at_least
 
 
 def changed(change: Callable[[dict[str, Any]], object]) -> PreTrainedTokenizerFast:
-    """Return the toy tokenizer after an edit of its serialised form."""
     state = json.loads(toy_backend().to_str())
     change(state)
     return toy_tokenizer(backend=Tokenizer.from_str(json.dumps(state)))
@@ -55,7 +55,6 @@ def words(normalizer: Any) -> PreTrainedTokenizerFast:
 
 
 def test_the_same_tokenizer_saved_and_loaded(tmp_path: Path) -> None:
-    """Also with another chat template."""
     loaded = load_tokenizer(str(save_toy_tokenizer(tmp_path, chat="plain")))
     pairs = ((toy_tokenizer(chat="generation"), loaded), (unigram(-2.0), unigram(-2.0)), (words(None), words(None)))
     for student, teacher in pairs:
@@ -63,57 +62,17 @@ def test_the_same_tokenizer_saved_and_loaded(tmp_path: Path) -> None:
         assert tokenizer_fingerprint(student) == tokenizer_fingerprint(teacher)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda state: swap(state["model"]["vocab"], "Ġthe", "Ġ"), r"id \d+ is '\S+' for the student, '\S+' for the"),
-        (
-            lambda state: swap(state["model"]["merges"], 0, 1),
-            r"merge or score number 0 is \['\S+', '\S+'\] for the st",
-        ),
-        (
-            lambda state: state["model"]["merges"].pop(),
-            r"score number (\d+) is .* absent for the teacher \(\d+ and \d+ in",
-        ),
-        (swap_special, r"id 4 is '<\|im_start\|>' for the student, '<\|im_end\|>' for the teacher"),
-        (lambda state: state["added_tokens"].pop(5), r"added token 5 is '<\|im_end\|>' for the student, absent for"),
-        (
-            lambda state: state.update(normalizer={"type": "Lowercase"}),
-            r"the normalizer is None for the student, \{'type': 'Lowercase'\} for the teacher",
-        ),
-        (lambda state: state["pre_tokenizer"].update(add_prefix_space=True), "the pre-tokenizer is"),
-        (
-            lambda state: state["model"].update(byte_fallback=True),
-            "the model's byte_fallback is False for the student, True for the teacher",
-        ),
-    ],
-)
-def test_a_difference_is_named(change: Callable[[dict[str, Any]], object], message: str) -> None:
-    require_difference(toy_tokenizer(), changed(change), message)
-
-
-def test_differences_of_other_models_are_named() -> None:
-    message = r"id 400 is absent for the student, '<tool>'.*\(400 and 401 in all\)"
-    require_difference(toy_tokenizer(), with_token("<tool>"), message)
-    message = r"score number 2 is \['b', -2.0\] for the student, \['b', -3.0\]"
-    require_difference(unigram(-2.0), unigram(-3.0), message)
-    require_difference(words(None), words(normalizers.NFC()), "the normalizer is None")
-
-
-def require_difference(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("tokenizers"))
+def test_a_difference_is_named(call: str, message: str) -> None:
+    student, teacher = eval(call)
     with pytest.raises(ValueError, match=message):
         check_same_tokenizer(student, teacher)
     assert tokenizer_fingerprint(student) != tokenizer_fingerprint(teacher)
 
 
-@pytest.mark.parametrize(
-    ("teacher", "warning"),
-    [
-        ({"eos_token": "<|im_end|>"}, "eos_token is '</s>' for the student, '<|im_end|>' for the teacher"),
-        ({"adds_bos": False}, "different special tokens around a text ('a' becomes [1, "),
-    ],
-)
-def test_other_special_tokens_are_a_warning(teacher: dict[str, Any], warning: str) -> None:
+@pytest.mark.parametrize(("call", "warning"), refused_calls("other special tokens"))
+def test_other_special_tokens_are_a_warning(call: str, warning: str) -> None:
+    teacher = eval(call)
     (message,) = check_same_tokenizer(toy_tokenizer(), toy_tokenizer(**teacher))
     assert warning in message
 
@@ -178,9 +137,8 @@ def test_a_space_before_the_text_may_differ(tmp_path: Path, name: str) -> None:
         backend = Tokenizer(models.BPE(vocab, [("▁", "A"), ("▁", "a")], **options))
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
         strip = [decoders.Strip(" ", 1, 0)] if prefix == "always" else []
-        backend.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-        )
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        backend.decoder = decoders.Sequence(parts)
         for number, option in enumerate(({}, {"add_prefix_space": False}, {"add_prefix_space": True})):
             load_tokenizer(saved_as(tmp_path / f"{prefix}{number}", backend, name, **option))
 
@@ -232,9 +190,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant",
     ],
     ids=["text", "prompt", "completion", "messages"],
 )
-def test_a_character_without_a_token_is_an_error_of_its_record(
-    tmp_path: Path, kind: str, bad: dict[str, Any], good: dict[str, Any]
-) -> None:
+def test_a_character_without_token(tmp_path: Path, kind: str, bad: dict[str, Any], good: dict[str, Any]) -> None:
     """Byte-pair encoding would leave it out, and the others raise an error without the record."""
     tokenizer = without_unknown(kind)
     message = r"train\.jsonl:2: the tokenizer '' has no token for '🙂' \(U\+1F642\), and no unknown token"
@@ -257,9 +213,8 @@ def test_a_character_of_which_some_bytes_have_no_token(tmp_path: Path) -> None:
     texts = ["the cat</s> sat é\U000f1234", "the Ã", "the cat\tsat", "Q", "🙂"]  # Ã has one of the bytes of é
     documents = load_records(tmp_path, [{"text": text} for text in texts], tokenizer, on_error="skip")
     assert (len(documents), documents.report.skipped) == (1, 4)
-    assert [re.findall(r"no token for ('.+?') ", line) for line in documents.report.reasons] == [
-        [repr(character)] for character in ("Ã", "\t", "Q", "🙂")
-    ]
+    named = [re.findall(r"no token for ('.+?') ", line) for line in documents.report.reasons]
+    assert named == [[repr(character)] for character in ("Ã", "\t", "Q", "🙂")]
 
 
 def test_a_character_without_a_token_in_a_prefix_and_in_a_reply(tmp_path: Path) -> None:

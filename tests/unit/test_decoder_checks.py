@@ -5,7 +5,6 @@ import gc
 import re
 import warnings
 import weakref
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 import transformers as hf
 from kit.causal_families import build as build_causal
+from kit.config_cases import refused_calls
 from kit.families import FAMILIES, build
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -43,40 +43,9 @@ class ScaledLlama(LlamaForCausalLM):
         return outputs
 
 
-REFUSED = {
-    "an encoder-decoder": (t5, "T5ForConditionalGeneration (model type 't5') has an encoder"),
-    "a bare backbone": (lambda: hf.LlamaModel(LlamaConfig(**SMALL)), "LlamaModel (model type 'llama') has no output"),
-    "a classifier": (lambda: hf.LlamaForSequenceClassification(LlamaConfig(**SMALL)), "has no output head"),
-    "an encoder": (lambda: hf.BertModel(hf.BertConfig(**SMALL)), "BertModel (model type 'bert') has no output head"),
-    "a masked model": (lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL)), "(model type 'bert') is not causal"),
-    "unknown logits": (
-        lambda: ScaledLlama(LlamaConfig(**SMALL)),
-        "ScaledLlama (model type 'llama'): its logits differ by up to",
-    ),
-    "a module of another kind": (lambda: nn.Linear(2, 2), "Linear is not a transformers model"),
-}
-
-
-#: cases → (model, part of the reason against packing)
-NOT_PACKED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a state-space model": (
-        lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, state_size=4)),
-        "MambaForCausalLM (model type 'mamba') takes no position_ids",
-    ),
-    "an ALiBi model": (
-        lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=60, hidden_size=32, n_layer=1, n_head=2)),
-        "BloomForCausalLM (model type 'bloom') takes no position_ids",
-    ),
-    "windows of the row": (
-        lambda: build_causal("deepseek_v4", usual=True),
-        "has compressed_sparse_attention, heavily_compressed_attention, which depends on a token's column in its row",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", NOT_PACKED)
-def test_models_whose_code_shows_that_they_cannot_be_packed(case: str) -> None:
-    make, reason = NOT_PACKED[case]
+@pytest.mark.parametrize(("call", "reason"), refused_calls("models that are not packed"))
+def test_models_whose_code_shows_that_they_cannot_be_packed(call: str, reason: str) -> None:
+    make = eval(call)
     decoder = Decoder(make())
     assert decoder.packing.name == "rows"
     assert reason in str(decoder.packing.reason)
@@ -84,11 +53,10 @@ def test_models_whose_code_shows_that_they_cannot_be_packed(case: str) -> None:
         Decoder(make(), packing="packed")
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_models_that_cannot_be_wrapped(case: str) -> None:
-    make, message = REFUSED[case]
+@pytest.mark.parametrize(("call", "message"), refused_calls("models"))
+def test_models_that_cannot_be_wrapped(call: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        Decoder(make())
+        Decoder(eval(call)())
 
 
 class LoraLinear(nn.Module):
@@ -108,8 +76,7 @@ class LoraLinear(nn.Module):
         return self.base_layer(hidden) + self.lora_B(self.lora_A(hidden))
 
 
-class QuantizedLinear(nn.Linear):
-    pass
+QuantizedLinear = type("QuantizedLinear", (nn.Linear,), {})
 
 
 def test_a_head_that_is_more_than_a_linear_layer_is_refused() -> None:
@@ -139,15 +106,13 @@ def test_verifying_leaves_no_trace(family: str) -> None:
     assert not Decoder(model.eval()).training
 
 
-def test_a_model_without_weights_yet() -> None:
+def test_weights_that_are_missing_or_not_finite() -> None:
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**SMALL))
+        empty = LlamaForCausalLM(LlamaConfig(**SMALL))
     with pytest.raises(ValueError, match="no weights yet"):
-        Decoder(model)
-    Decoder(model, verify=False)
+        Decoder(empty)
+    Decoder(empty, verify=False)
 
-
-def test_weights_that_are_not_finite() -> None:
     model = build("llama")
     decoder = Decoder(model)
     check_finite_weights(decoder, "student")
@@ -160,21 +125,14 @@ def test_weights_that_are_not_finite() -> None:
         Decoder(model)
 
 
-@pytest.mark.parametrize(
-    ("family", "part", "message"),
-    [
-        # a persistent buffer that reaches no hidden states: it decides between experts
-        ("deepseek_v3", "e_score_correction_bias", "the checkpoint is damaged or, for a new model, the tensor"),
-        ("llama", "inv_freq", "no file has this buffer, so the model's code has computed it from the configuration"),
-    ],
-)
-def test_buffers_that_are_not_finite(family: str, part: str, message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("buffers"))
+def test_buffers_that_are_not_finite(call: str, message: str) -> None:
+    family, part = eval(call)
     decoder = Decoder(build_causal(family))
     name, buffer = next(named for named in decoder.named_buffers() if named[0].endswith(part))
     buffer.view(-1)[1] = torch.nan
-    with pytest.raises(
-        ValueError, match=rf"student: 1 of the \d+ values of '{name}' are NaN or infinite: .*{message}"
-    ):
+    problem = rf"student: 1 of the \d+ values of '{name}' are NaN or infinite: .*{message}"
+    with pytest.raises(ValueError, match=problem):
         check_finite_weights(decoder, "student")
 
 
@@ -297,26 +255,10 @@ def assert_short_error(name: str | Path, message: str) -> None:
     assert len(str(caught.value)) < 500
 
 
-#: what happens to the folder of a Llama, and the error
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "unknown type": (lambda folder: (folder / "config.json").write_text('{"model_type": "not-a-model"}'), ""),
-    # transformers would initialise the head with random numbers
-    "no head": (
-        lambda folder: build("llama").model.save_pretrained(folder),
-        r"lacks 1 of the weights of a LlamaForCausalLM, first 'lm_head\.weight'",
-    ),
-    "another kind of model": (
-        lambda folder: t5().save_pretrained(folder),
-        "cannot be loaded as a causal language model.*T5Config",
-    ),
-}
-
-
-@pytest.mark.parametrize("how", DAMAGE)
-def test_a_folder_that_is_not_the_models_is_named(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("damaged folders of models"))
+def test_a_folder_that_is_not_the_models_is_named(call: str, message: str, tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
-    damage, message = DAMAGE[how]
-    damage(tmp_path)
+    eval(call)(tmp_path)
     assert_short_error(tmp_path, f"^model '{tmp_path}' .*{message}")
 
 

@@ -61,9 +61,6 @@ def test_documents_have_names_of_their_own_and_share_no_paragraph(documents):
             key = " ".join(paragraph.split())
             if len(key) >= corpus.PARAGRAPH_LENGTH:
                 assert owner.setdefault(key, document.name) == document.name
-
-
-def test_only_the_teachers_own_modules_are_read_as_source_code():
     sources = collect_teacher_sources()
     assert len(sources) > 200
     assert {corpus.split_of(source.name.removeprefix("source:")) for source in sources} == {"teacher"}
@@ -103,7 +100,6 @@ def test_prose_is_docstrings_and_comments_in_source_order(tmp_path):
 
 
 def test_topics_are_read_with_and_without_an_annotation(tmp_path):
-    """And a library without topics, and with a broken module."""
     write(tmp_path, "broken.py", "def (:")
     write(tmp_path, "good.py", '"""Some words."""')
     assert corpus.collect_documents(tmp_path) == [corpus.NamedText("good", "Some words.")]
@@ -113,10 +109,13 @@ def test_topics_are_read_with_and_without_an_annotation(tmp_path):
         assert corpus.collect_documents(tmp_path) == [corpus.NamedText("topic:if", "The if statement.")]
 
 
-def test_the_shipped_weights_are_small_and_bfloat16(teacher):
+def test_the_shipped_files(teacher):
     assert (TEACHER / "model.safetensors").stat().st_size <= 10_000_000
     assert AutoModelForCausalLM.from_pretrained(TEACHER, dtype="auto").dtype == torch.bfloat16
     assert 3_000_000 <= teacher.num_parameters() <= 5_000_000
+    log = [json.loads(line) for line in (TEACHER / "training_log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == sorted({line["step"] for line in log})
+    assert f"{log[-1]['tokens']:,}" in (TEACHER / "README.md").read_text(encoding="utf-8")
 
 
 @torch.no_grad()
@@ -141,14 +140,7 @@ def test_the_teacher_is_as_good_as_its_card_says(teacher, tokenizer, documents):
     assert nats_per_token(teacher, tokenizer, few) == pytest.approx(float(claimed), abs=0.1)
 
 
-def test_the_log_ends_where_the_card_says():
-    log = [json.loads(line) for line in (TEACHER / "training_log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in log] == sorted({line["step"] for line in log})
-    assert f"{log[-1]['tokens']:,}" in (TEACHER / "README.md").read_text(encoding="utf-8")
-
-
 def test_a_student_is_a_quarter_of_the_teacher_and_follows_its_seed(teacher, tmp_path):
-    """It shares the teacher's vocabulary, and leaves the global random state alone."""
     before = torch.random.get_rng_state()
     student.save_new_student(tmp_path, seed=1)
     assert torch.equal(before, torch.random.get_rng_state())

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.config_cases import refused_calls
 from kit.runs import write_run
 
 from stillhouse.config import ConfigError
@@ -16,38 +17,25 @@ from stillhouse.run.run import prepare
     ("cuda", "mps", "processes", "expected"),
     [(2, True, 1, "cuda:0"), (2, False, 2, "cuda:1"), (0, True, 1, "mps"), (0, True, 2, "cpu"), (0, False, 1, "cpu")],
 )
-def test_auto_takes_cuda_then_mps_then_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, cuda: int, mps: bool, processes: int, expected: str
-) -> None:
+def test_what_auto_is(monkeypatch: pytest.MonkeyPatch, cuda: int, mps: bool, processes: int, expected: str) -> None:
     replace_devices(monkeypatch, cuda=cuda, mps=mps, processes=processes)
     assert str(choose_device("auto")) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "processes", "message"),
-    [
-        ("mps", 1, "got mps, but this machine has no Apple GPU: expected auto or cpu"),
-        ("mps", 2, "got mps for 2 processes, which cannot share it"),
-        ("cuda", 1, "got cuda, but this machine has 0 CUDA devices: expected auto or cpu"),
-        ("cuda:3", 1, "got cuda:3, but this machine has 0 CUDA devices"),
-        ("cuda:0", 2, "got cuda:0 for 2 processes: expected cuda, which gives each process its own GPU"),
-    ],
-)
-def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str, processes: int, message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("devices"))
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, call: str, message: str) -> None:
+    name, processes = eval(call)
     replace_devices(monkeypatch, cuda=0, mps=False, processes=processes)
     with pytest.raises(ValueError, match=message):
         choose_device(name)
 
 
-def test_precision_auto_is_bf16_where_a_gpu_has_units_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_precision_that_auto_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     assert best_precision(torch.device("cuda", 0)) == "bf16"
     assert best_precision(torch.device("mps")) == "fp32"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     assert best_precision(torch.device("cuda", 0)) == "fp32"
-
-
-def test_the_settled_precision_is_the_runs(tmp_path: Path) -> None:
     session = prepare(write_run(tmp_path, **{"train.precision": "auto"}), announce=False)
     assert session.schedule.train_config.precision == "fp32"
     assert session.models.engine.autocast is None

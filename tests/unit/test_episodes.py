@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.config_cases import refused_calls
 
 from stillhouse.agents.environments import TextEnvironment
 from stillhouse.user_code.environment import Episode
@@ -132,10 +133,8 @@ def test_a_sample_has_one_object_until_it_ends(ask: Ask, tmp_path: Path, request
     lines = log(tmp_path)
     assert lines.count("reset") == lines.count("close") == 3
     assert len(lines) == 16
-    processes = {
-        number: {line.split()[0] for line in (tmp_path / "log").read_text().splitlines() if f" {number}." in line}
-        for number in (0, 3, 4)
-    }
+    rows = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    processes = {at: {pid for pid, what in rows if what.startswith(f"{at}.")} for at in (0, 3, 4)}
     assert all(len(of_sample) == 1 for of_sample in processes.values())
     if request.node.callspec.params["ask"] == "workers":  # 0 and 3 have the same remainder
         assert len(set.union(*processes.values())) == 3
@@ -182,9 +181,6 @@ def test_a_worker_that_dies_is_replaced_and_the_turns_are_repeated(tmp_path: Pat
     assert call("Go", "", record, "a:1", Episode(2, ("a", "b"), (other,))).result(60) == "Go | a | b"
     pool.close()
     assert log(tmp_path) == ["reset", "one", "reset", "a", "die", "reset", "one", "die", "reset", "a", "b"]
-
-
-def test_turns_that_are_repeated_have_the_time_of_their_number(tmp_path: Path) -> None:
     pool = FunctionCalls([(ENVIRONMENT, "episode_games:Slow")], 1, seconds=1.5)
     call, turns = partial(pool.request, ENVIRONMENT, "episode_games:Slow"), ("a", "b", "c", "d")
     assert call("Go", "", {"log": str(tmp_path / "log")}, "a:1", Episode(1, turns, turns[:-1])).result(60) == "d"
@@ -204,30 +200,17 @@ def test_tools_without_state_do_not_get_earlier_turns_again() -> None:
     pool.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("NoStep", "a class without the method step: expected a class with reset(prompt, record)"),
-        ("Asks", "a class, which takes (name): expected no required arguments"),
-        ("Two", "Two.step', which takes (self, turn, state): expected a function(self, turn)"),
-    ],
-)
-def test_a_class_that_cannot_be_used(name: str, words: str) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("classes of environments"))
+def test_a_class_that_cannot_be_used(call: str, words: str) -> None:
+    name = eval(call)
     with pytest.raises(ValueError, match=rf"^got 'episode_games:{name}") as raised:
         load_function(ENVIRONMENT, f"episode_games:{name}")
     assert words in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("Random", "expected an environment that depends only on its arguments"),
-        ("Opens", "Opens.reset gives 'Hello' for the completion 'hi' of a:1: expected None"),
-        ("Number", "Number gives 3 for the completion 'hi' of a:1: expected a text, or None at the end"),
-        ("Scores", "Scores.reward gives '3' for the completion 'hi' of a:1: expected a finite number"),
-    ],
-)
-def test_an_environment_that_gives_something_else(tmp_path: Path, name: str, words: str) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("environments"))
+def test_an_environment_that_gives_something_else(tmp_path: Path, call: str, words: str) -> None:
+    name = eval(call)
     environment = TextEnvironment.answer(f"episode_games:{name}", is_limited=False)
     episode = Episode(1, ("one", "hi"), ("Go | one" if name == "Scores" else "",), name == "Scores")
     with pytest.raises(ValueError, match=r"^rollout\.environment: episode_games:") as raised:

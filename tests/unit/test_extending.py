@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import first_is_quick
 from kit.add_ons import write_distribution
 from kit.fork_server import command_of_package, run_code
 from kit.pages import code_blocks
@@ -58,9 +59,7 @@ def extended_package(folder: Path, section: str) -> Path:
 CHECKED = [heading for heading, text in SECTIONS.items() if "```python" in text]
 
 
-@pytest.mark.parametrize(
-    "heading", [CHECKED[0], *(pytest.param(heading, marks=pytest.mark.slow) for heading in CHECKED[1:])]
-)
+@pytest.mark.parametrize("heading", first_is_quick(CHECKED))
 def test_the_extension_is_installed_and_its_check_runs(tmp_path: Path, heading: str) -> None:
     changed, code = extended_package(tmp_path, SECTIONS[heading]), block(SECTIONS[heading], "python")
     exit_code, errors = run_code(code, tmp_path, changed)

@@ -45,17 +45,9 @@ def problem(borders: tuple[tuple[int, int], ...], top_k: int = 7, temperature: f
 
 
 def signals(rank: Rank, case: Problem) -> Signals:
-    """Those of this rank's shard."""
     start, stop = case.borders[rank.number]
     shard = VocabShard(start, stop, rank.groups[len(case.borders)])
     return _signals(OutputHead(case.weight_VE[start:stop], case.bias_V[start:stop], shard=shard), case)
-
-
-def unsharded_signals(case: Problem) -> Signals:
-    """Those of the whole vocabulary, and the one with a label, which shards cannot give."""
-    head = OutputHead(case.weight_VE, case.bias_V)
-    labelled = top_k_log_probs(case.hidden_CE, head, case.top_k, case.temperature, labels_C=case.labels_C)
-    return _signals(head, case) | {"labelled": labelled}
 
 
 def _signals(head: OutputHead, case: Problem) -> Signals:
@@ -88,21 +80,17 @@ def oracle(case: Problem) -> dict[str, dict[str, Tensor]]:
     is_known_C1 = (ids_CK == label_C1).any(1, keepdim=True)
     label_entry_C1 = log_p_CV.gather(1, label_C1).masked_fill(is_known_C1, -torch.inf)
     top_k_outside_CV = log_p_CV.scatter(1, ids_CK, -torch.inf)
-    return {
-        "top_k": {"ids": ids_CK, "log_probs": best_CK, "tail_log_prob": top_k_outside_CV.logsumexp(1)},
-        "labelled": {
-            "ids": torch.cat([ids_CK, label_C1.masked_fill(is_known_C1, -1)], 1),
-            "log_probs": torch.cat([best_CK, label_entry_C1], 1),
-            "tail_log_prob": top_k_outside_CV.scatter(1, label_C1, -torch.inf).logsumexp(1),
-        },
-        "chosen": {"ids": case.ids_CK, "log_probs": log_probs_CK, "tail_log_prob": outside_CV.logsumexp(1)},
-        "ranked": {
-            "log_prob": label_log_p_C1[:, 0],
-            "rank": (at_1_CV >= label_log_p_C1).sum(1),
-            "ids": ids_CK,
-            "log_probs": at_1_CV.topk(case.top_k)[0],
-        },
+    labelled_ids = torch.cat([ids_CK, label_C1.masked_fill(is_known_C1, -1)], 1)
+    labelled_tail = top_k_outside_CV.scatter(1, label_C1, -torch.inf).logsumexp(1)
+    sets = {
+        "top_k": (ids_CK, best_CK, top_k_outside_CV.logsumexp(1)),
+        "labelled": (labelled_ids, torch.cat([best_CK, label_entry_C1], 1), labelled_tail),
+        "chosen": (case.ids_CK, log_probs_CK, outside_CV.logsumexp(1)),
     }
+    ranked = {"log_prob": label_log_p_C1[:, 0], "rank": (at_1_CV >= label_log_p_C1).sum(1), "ids": ids_CK}
+    names = ("ids", "log_probs", "tail_log_prob")
+    signals = {kind: dict(zip(names, values, strict=True)) for kind, values in sets.items()}
+    return signals | {"ranked": ranked | {"log_probs": at_1_CV.topk(case.top_k)[0]}}
 
 
 def assert_equal(by_kind: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]) -> None:
@@ -124,17 +112,16 @@ def test_every_signal_equals_float64(temperature: float) -> None:
     assert (expected["top_k"]["tail_log_prob"] < -20).any()
     assert (expected["chosen"]["tail_log_prob"] < -3).any()
     assert 5 <= (expected["labelled"]["ids"] < 0).sum() < 20
-    results = unsharded_signals(case)
+    head = OutputHead(case.weight_VE, case.bias_V)
+    labelled = top_k_log_probs(case.hidden_CE, head, case.top_k, case.temperature, labels_C=case.labels_C)
+    results = _signals(head, case) | {"labelled": labelled}  # shards cannot give the one with a label
     assert results.keys() == expected.keys()
     assert_equal(results, expected)
 
 
 @pytest.mark.parametrize("top_k", [1, 7, 100])
 @pytest.mark.parametrize("borders", [EVEN, UNEVEN, EMPTY], ids=["even", "uneven", "a rank without rows"])
-def test_shards_of_the_vocabulary_give_the_signals_of_the_whole(
-    borders: tuple[tuple[int, int], ...], top_k: int
-) -> None:
-    """A rank may hold fewer than K ids."""
+def test_shards_give_the_signals_of_the_whole(borders: tuple[tuple[int, int], ...], top_k: int) -> None:
     case = problem(borders, max(top_k, 4))._replace(top_k=top_k)
     case = case._replace(ids_CK=case.ids_CK[:, :top_k])
     results = on_ranks(signals, len(borders), case)
@@ -143,14 +130,11 @@ def test_shards_of_the_vocabulary_give_the_signals_of_the_whole(
     assert_equal_tensors(results[0]["top_k"], results[1]["top_k"])
 
 
-def test_all_ids_and_no_rows() -> None:
+def test_limits_of_ids_rows_and_numbers() -> None:
     head, none = OutputHead(torch.randn(9, 4)), torch.zeros(0, 2, dtype=torch.int32)
     assert top_k_log_probs(torch.randn(3, 4), head, 9, 1.0)["tail_log_prob"].tolist() == [-torch.inf] * 3
     assert chosen_log_probs(torch.zeros(0, 4), head, none, 1.0)["log_probs"].shape == (0, 2)
     assert ranked_log_probs(torch.zeros(0, 4), head, none[:, 0], 3)["ids"].shape == (0, 3)
-
-
-def test_ids_beyond_the_vocabulary_are_refused() -> None:
     hidden_CE, head, message = torch.randn(3, 4), OutputHead(torch.randn(9, 4)), "top_k=10 of a teacher with a vocab"
     with pytest.raises(ValueError, match="id 9 of a teacher with a vocabulary of 9"):
         chosen_log_probs(hidden_CE, head, torch.tensor([[1], [9], [2]]), 1.0)
@@ -158,10 +142,6 @@ def test_ids_beyond_the_vocabulary_are_refused() -> None:
         ranked_log_probs(hidden_CE, head, torch.tensor([1, 2, 3]), 10)
     with pytest.raises(ValueError, match=message):
         top_k_log_probs(hidden_CE, head, 10, 1.0)
-
-
-def test_nan_stays_nan_in_every_signal() -> None:
-    """A NaN that became −inf or a number would be trained on."""
     head, hidden_CE = OutputHead(torch.randn(9, 4)), torch.full((1, 4), torch.nan)
     rows = SignalRows(torch.tensor([0]), torch.tensor([[3, -1]]))
     tensors = extract(SignalSpec("chosen", "float32", 2, 1.0), hidden_CE[None], head, rows)

@@ -4,6 +4,7 @@ V vocabulary, N tokens of a completion.
 """
 
 import copy
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -14,12 +15,15 @@ import torch
 from kit.families import FAMILIES, build
 from kit.on_policy_runs import CPU, SAMPLING, as_lists, requests
 from kit.toy_tokenizer import toy_tokenizer
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from stillhouse.models import Decoder, eos_ids
 from stillhouse.rollout import Completion, GenerationRequest, Sampling
-from stillhouse.rollout.generate import Generator, check_generation
+from stillhouse.rollout import generate as generate_module
+from stillhouse.rollout.generate import Generator, RoomyLayer, check_generation, roomy_cache
+from stillhouse.rollout.sampler import TokenSampler, _gumbel
 
 
 def reference_log_probs(decoder: Decoder, prompt: np.ndarray, ids_N: np.ndarray, temperature: float) -> np.ndarray:
@@ -44,9 +48,8 @@ def test_log_probs_are_those_of_a_forward_pass_in_float64(family: str, temperatu
     decoder, exact = Decoder(build(family)), Decoder(build(family, dtype=torch.float64))
     check_generation(decoder, CPU)
     all_requests = requests()
-    completions = Generator(decoder, replace(SAMPLING, temperature=temperature), CPU).generate(
-        all_requests, version=7
-    )
+    sampling = replace(SAMPLING, temperature=temperature)
+    completions = Generator(decoder, sampling, CPU).generate(all_requests, version=7)
     for request, completion in zip(all_requests, completions, strict=True):
         expected = reference_log_probs(exact, request.prompt_ids, completion.ids_N, temperature)
         np.testing.assert_allclose(completion.log_probs_N, expected, rtol=0, atol=2e-5)
@@ -122,40 +125,18 @@ def test_the_global_random_state_has_no_effect_and_does_not_change() -> None:
 
 
 HOSTILE = {
-    "repetition_penalty": 5.0,
-    "no_repeat_ngram_size": 1,
-    "temperature": 0.01,
-    "top_k": 1,
-    "top_p": 0.01,
-    "typical_p": 0.1,
-    "do_sample": True,
-    "num_beams": 4,
-    "num_return_sequences": 2,
-    "max_length": 2,
-    "max_new_tokens": 1,
-    "min_new_tokens": 8,
-    "max_time": 1e-6,
-    "suppress_tokens": list(range(100)),
-    "begin_suppress_tokens": list(range(200)),
-    "forced_eos_token_id": 5,
-    "forced_bos_token_id": 5,
-    "bad_words_ids": [[17]],
-    "exponential_decay_length_penalty": (1, 5.0),
-    "sequence_bias": [[[9], 50.0]],
-    "guidance_scale": 3.0,
-    "eos_token_id": list(range(3, 251)),
-    "pad_token_id": 2,
-    "use_cache": False,
-    "return_dict_in_generate": True,
-    "output_scores": True,
-    "renormalize_logits": True,
-    "remove_invalid_values": True,
-    "cache_implementation": "static",
-    "stop_strings": ["a"],
+    **{"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "temperature": 0.01, "top_k": 1, "top_p": 0.01},
+    **{"typical_p": 0.1, "do_sample": True, "num_beams": 4, "num_return_sequences": 2, "max_length": 2},
+    **{"max_new_tokens": 1, "min_new_tokens": 8, "max_time": 1e-6, "suppress_tokens": list(range(100))},
+    **{"begin_suppress_tokens": list(range(200)), "forced_eos_token_id": 5, "forced_bos_token_id": 5},
+    **{"bad_words_ids": [[17]], "exponential_decay_length_penalty": (1, 5.0), "sequence_bias": [[[9], 50.0]]},
+    **{"guidance_scale": 3.0, "eos_token_id": list(range(3, 251)), "pad_token_id": 2, "use_cache": False},
+    **{"return_dict_in_generate": True, "output_scores": True, "renormalize_logits": True},
+    **{"remove_invalid_values": True, "cache_implementation": "static", "stop_strings": ["a"]},
 }
 
 
-def test_the_models_generation_config_has_no_effect() -> None:
+def test_the_models_generation_config_has_no_effect_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Decoder(build("qwen3"))
     expected = as_lists(Generator(decoder, SAMPLING, CPU).generate(requests(), 0))
     hostile = GenerationConfig()
@@ -165,18 +146,13 @@ def test_the_models_generation_config_has_no_effect() -> None:
     assert as_lists(Generator(decoder, SAMPLING, CPU).generate(requests(), 0)) == expected
     assert decoder.pretrained.generation_config is hostile
 
-
-def test_the_models_generation_config_is_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = Decoder(build("qwen3"))
-    settings = decoder.pretrained.generation_config
-
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(type(decoder.pretrained), "forward", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         Generator(decoder, SAMPLING, CPU).generate(requests(), 0)
-    assert decoder.pretrained.generation_config is settings
+    assert decoder.pretrained.generation_config is hostile
     with pytest.raises(ValueError, match=r"model type 'qwen3'.*generate\(\) fails: RuntimeError: no memory"):
         check_generation(decoder, CPU)
 
@@ -205,12 +181,9 @@ def test_a_completion_ends_at_its_first_end_of_sequence_even_if_the_padding_is_t
         assert cut.finish == ("stop" if stops else "length")
     assert {completion.finish for completion in completions} == {"stop", "length"}
     assert len(completions[3].ids_N) == 1
-
-
-def test_an_end_of_sequence_in_the_prompt_does_not_count() -> None:
     request = GenerationRequest(0, np.array([5, 2, 2], dtype=np.int32), seed=1)
-    (completion,) = Generator(Decoder(build("llama")), SAMPLING, CPU).generate([request], 0)
-    assert len(completion.ids_N) > 1 or completion.ids_N[0] == 2
+    (completion,) = Generator(decoder, SAMPLING, CPU).generate([request], 0)
+    assert len(completion.ids_N) > 1 or completion.ids_N[0] == 2  # one in the prompt does not count
 
 
 def test_lengths_of_single_requests() -> None:
@@ -230,18 +203,16 @@ def test_stop_texts_end_a_completion_and_stay_in_it() -> None:
     free = Generator(decoder, Sampling(max_new_tokens=20), CPU).generate(all_requests, 0)
     texts = [tokenizer.decode(completion.ids_N) for completion in free]
     stops = (texts[0][3:6], tokenizer.decode(free[1].ids_N[4:7]))
-    completions = Generator(decoder, Sampling(max_new_tokens=20, stop=stops), CPU, tokenizer=tokenizer).generate(
-        all_requests, 0
-    )
+    sampling = Sampling(max_new_tokens=20, stop=stops)
+    completions = Generator(decoder, sampling, CPU, tokenizer=tokenizer).generate(all_requests, 0)
     for uncut, cut in zip(free, completions, strict=True):
-        lengths = [
-            length for length in range(1, 21) if any(stop in tokenizer.decode(uncut.ids_N[:length]) for stop in stops)
-        ]
+        prefixes = [tokenizer.decode(uncut.ids_N[:length]) for length in range(1, 21)]
+        lengths = [length for length, text in enumerate(prefixes, 1) if any(stop in text for stop in stops)]
         assert cut.ids_N.tolist() == uncut.ids_N[: lengths[0] if lengths else 20].tolist()
         assert cut.finish == ("stop" if lengths else "length")
     assert completions[0].finish == completions[1].finish == "stop"
     with pytest.raises(ValueError, match="stop texts need the tokenizer"):
-        Generator(decoder, Sampling(max_new_tokens=20, stop=stops), CPU)
+        Generator(decoder, sampling, CPU)
 
 
 def test_a_stop_text_that_begins_in_the_prompt_does_not_count() -> None:
@@ -259,9 +230,7 @@ def test_a_stop_text_that_begins_in_the_prompt_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 5.0}, {"top_k": 5}], ids=str)
-def test_rows_without_a_token_are_never_sampled_and_rows_that_do_not_count_have_no_probability(
-    settings: dict[str, Any],
-) -> None:
+def test_rows_without_a_token_are_never_sampled_and_others_have_no_probability(settings: dict[str, Any]) -> None:
     model = build("llama", tied=False)
     model.lm_head.weight.data *= 3.0
     model.lm_head.weight.data[190:] *= 4.0  # so that these rows would be sampled nearly always
@@ -274,9 +243,8 @@ def test_rows_without_a_token_are_never_sampled_and_rows_that_do_not_count_have_
     generator = Generator(decoder, sampling, CPU, vocabulary=190, counted_rows=200)
     for request, completion in zip(all_requests, generator.generate(all_requests, 0), strict=True):
         assert completion.ids_N.max() < 190
-        expected = reference_log_probs(
-            Decoder(counted), request.prompt_ids, completion.ids_N, settings.get("temperature") or 1.0
-        )
+        temperature = settings.get("temperature") or 1.0
+        expected = reference_log_probs(Decoder(counted), request.prompt_ids, completion.ids_N, temperature)
         np.testing.assert_allclose(completion.log_probs_N, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -298,18 +266,12 @@ def test_batches_stay_in_their_budget_and_contain_every_request_once() -> None:
 def test_the_mode_gradients_and_checkpointing_stay_as_they_are() -> None:
     decoder = Decoder(build("phi3")).train()
     decoder.gradient_checkpointing_enable()
-    calls = 0
-
-    def count(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-
-    decoder.layers()[0].register_forward_hook(count)
+    calls: list[object] = []
+    decoder.layers()[0].register_forward_hook(lambda *_: calls.append(None))
     training = Generator(decoder, SAMPLING, CPU).generate(requests((4,)), 0)
-    assert calls == len(training[0].ids_N)  # one forward pass for each token: with the cache, and nothing twice
+    assert len(calls) == len(training[0].ids_N)  # one forward pass for each token: with the cache, and nothing twice
     assert all(module.training for module in decoder.modules())
-    ids = torch.tensor([[5, 6, 7]])
-    decoder(ids).sum().backward()
+    decoder(torch.tensor([[5, 6, 7]])).sum().backward()
     assert all(parameter.grad is not None for parameter in decoder.parameters())
     plain = Generator(Decoder(build("phi3")), SAMPLING, CPU).generate(requests((4,)), 0)
     assert as_lists(training) == as_lists(plain)
@@ -342,3 +304,90 @@ def test_a_model_whose_cache_is_wrong_is_refused_by_name(monkeypatch: pytest.Mon
     monkeypatch.setattr(type(model), "prepare_inputs_for_generation", without_mask)
     with pytest.raises(ValueError, match=r"model type 'llama'.* expected a model that supports a cache and padding"):
         check_generation(Decoder(model), CPU)
+
+
+def filtered(scores_V: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """The probabilities of the tokens that these filters leave, written from their definitions."""
+    probabilities_V = scores_V.double().softmax(0)
+    order_V = probabilities_V.argsort(descending=True)
+    before_V = torch.empty_like(probabilities_V)
+    before_V[order_V] = probabilities_V[order_V].cumsum(0) - probabilities_V[order_V]
+    is_kept_V = (before_V < top_p) & (probabilities_V >= min_p * probabilities_V.max())
+    is_kept_V[order_V[top_k or len(order_V) :]] = False
+    kept_V = torch.where(is_kept_V, probabilities_V, 0.0)
+    return kept_V / kept_V.sum()
+
+
+@pytest.mark.parametrize(
+    ("rows", "counted", "vocabulary", "filters"),
+    [
+        *((251, 251, 251, {}), (251, 230, 200, {}), (251, 230, 200, {"top_k": 9}), (128, 128, 128, {"top_p": 0.7})),
+        *((40, 40, 37, {"min_p": 0.1}), (40, 40, 37, {"top_p": 0.7})),
+    ],
+)
+def test_tokens_are_sampled_by_probability(rows: int, counted: int, vocabulary: int, filters: dict[str, Any]) -> None:
+    """Tokens in full blocks, in the last one, which is not full, and rows that have no token.
+
+    The log-probabilities are over all counted rows, whatever the filters leave.
+    """
+    torch.manual_seed(0)
+    logits_V, count = torch.randn(rows), 20000
+    logits_V[1] = -torch.inf
+    sampler = TokenSampler(Sampling(1, temperature=0.7, **filters), range(count), 1, vocabulary, CPU, counted)
+    sampler(torch.zeros(count, 1, dtype=torch.int64), logits_V.expand(count, -1).clone())
+    ids_B1, log_probs_B1 = sampler.result()
+    expected_V = filtered((logits_V / 0.7)[:vocabulary], **filters)
+    share_V = torch.from_numpy(ids_B1[:, 0]).bincount(minlength=vocabulary) / count
+    assert len(share_V) == vocabulary
+    assert not share_V[expected_V == 0].any()
+    error_V = (share_V - expected_V) / (expected_V * (1 - expected_V) / count).sqrt()
+    assert error_V[expected_V * count >= 20].abs().max() < 4.5
+    log_probs_V = (logits_V / 0.7)[:counted].double().log_softmax(0).numpy()
+    np.testing.assert_allclose(log_probs_B1[:, 0], log_probs_V[ids_B1[:, 0]], atol=1e-5)
+
+
+def test_noise_is_independent_and_finite() -> None:
+    seeds_B2 = torch.stack([torch.arange(400, dtype=torch.int32), torch.zeros(400, dtype=torch.int32)], 1)
+    noise_BC = _gumbel(seeds_B2, torch.arange(251, dtype=torch.int32)[None]).double()
+    assert noise_BC.isfinite().all()
+    assert torch.corrcoef(noise_BC).fill_diagonal_(0).abs().max() < 0.35
+    assert torch.corrcoef(noise_BC.T).fill_diagonal_(0).abs().max() < 0.35
+    assert float(noise_BC.mean()) == pytest.approx(0.5772, abs=0.02)  # Euler's constant
+    assert float(noise_BC.var()) == pytest.approx(math.pi**2 / 6, rel=0.03)
+    # the distribution function of the noise is exp(-exp(-x)): its values are uniform
+    uniform = (-(-noise_BC).exp()).exp().flatten().sort().values
+    assert (uniform - torch.linspace(0, 1, len(uniform))).abs().max() < 0.006
+    seeds_B2 = torch.tensor([[2033801605, 1788975990], [463643221, 524684293], [835851283, 1572763043]]).int()
+    counters_BC = torch.tensor([[904073], [84142], [38428]]).int()
+    noise_BC = _gumbel(seeds_B2, counters_BC)
+    torch.testing.assert_close(noise_BC, torch.full((3, 1), -math.log(24 * math.log(2))))
+
+
+#: whether all layers of a family have full attention
+IS_FULL = {"llama": True, "qwen3": False, "gemma3": False}
+
+
+@pytest.mark.parametrize("family", IS_FULL)
+def test_completions_are_those_of_transformers_own_cache(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(build(family))
+    generator = Generator(decoder, SAMPLING, CPU)
+    completions = generator.generate(requests(), 0)
+    assert (roomy_cache(decoder.pretrained, 9) is not None) == IS_FULL[family]
+    monkeypatch.setattr(generate_module, "roomy_cache", lambda model, tokens: None)
+    assert as_lists(completions) == as_lists(generator.generate(requests(), 0))
+
+
+def test_keys_are_not_copied_and_more_tokens_than_there_is_room_for_are_kept() -> None:
+    layer, keys, values = RoomyLayer(5), torch.randn(2, 3, 7, 4), torch.randn(2, 3, 7, 4)
+    layer.update(keys[:, :, :2], values[:, :, :2])
+    place = layer.keys.data_ptr()
+    for token in range(2, 7):
+        cached = layer.update(keys[:, :, token : token + 1], values[:, :, token : token + 1])
+        torch.testing.assert_close(cached, (keys[:, :, : token + 1], values[:, :, : token + 1]), rtol=0, atol=0)
+        assert (layer.keys.data_ptr() == place) == (token < 5)
+    layer.crop(-3)
+    assert layer.get_seq_length() == 4
+    layer.reset()
+    assert layer.get_seq_length() == 0
+    cached = layer.update(keys[:, :, 3:5], values[:, :, 3:5])
+    torch.testing.assert_close(cached, (keys[:, :, 3:5], values[:, :, 3:5]), rtol=0, atol=0)

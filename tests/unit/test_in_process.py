@@ -173,15 +173,11 @@ SAMPLED = Sampling(max_new_tokens=8, eos_ids=(2, 9), top_p=0.95)
 GREEDY = replace(SAMPLED, temperature=0.0)
 
 PROBLEMS = [
-    Problem(Degrees(fsdp=2), SAMPLED),
-    Problem(Degrees(fsdp=2), GREEDY),
+    *(Problem(Degrees(fsdp=2), SAMPLED), Problem(Degrees(fsdp=2), GREEDY)),
     Problem(Degrees(tensor=2), SAMPLED, family="qwen3", batch_tokens=40),
-    Problem(Degrees(tensor=2), GREEDY, tied=True),
-    Problem(Degrees(pipeline=2), SAMPLED, tied=True, on_meta=False),
-    Problem(Degrees(pipeline=2), GREEDY, family="qwen3"),
-    Problem(Degrees(fsdp=2), SAMPLED, family="qwen3_moe"),
-    Problem(Degrees(pipeline=2), SAMPLED, lora=True),
-    Problem(Degrees(pipeline=2, fsdp=2), SAMPLED),
+    *(Problem(Degrees(tensor=2), GREEDY, tied=True), Problem(Degrees(pipeline=2), SAMPLED, tied=True, on_meta=False)),
+    *(Problem(Degrees(pipeline=2), GREEDY, family="qwen3"), Problem(Degrees(fsdp=2), SAMPLED, family="qwen3_moe")),
+    *(Problem(Degrees(pipeline=2), SAMPLED, lora=True), Problem(Degrees(pipeline=2, fsdp=2), SAMPLED)),
     Problem(Degrees(fsdp=2, tensor=2), SAMPLED, lora=True),
 ]
 

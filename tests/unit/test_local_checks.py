@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from kit.config_cases import MESSAGES, refused_calls
 
 from stillhouse.config import load_config
 from stillhouse.run.local_checks import check_local
@@ -24,24 +25,7 @@ for command in {commands!r}:
     print(code, text.getvalue().strip())
 print({{"torch", "transformers", "numpy"}} & {{*sys.modules}})
 """
-MISTAKES = {
-    "distill run.yaml student.model=./studnt": "2 error: student.model: got './studnt': expected an existing folder",
-    "distill run.yaml teacher.model=a/b/c": "2 error: teacher.model: got 'a/b/c': expected an existing folder, or",
-    "check run.yaml data.train=trian.jsonl": "2 error: data.train: no such file or folder: trian.jsonl",
-    "check run.yaml data.train=no/*.jsonl": "2 error: data.train: no file matches no/*.jsonl",
-    "parity run.yaml data.eval=5%": "2 error: data.eval: no such file or folder: 5% (a share is",
-    "distill run.yaml data.eval={b:\u00a0./none}": "2 error: data.eval.b: no such file or folder: ./none",
-    "cache run.yaml --out caches/a data.chat_template=a.jinja": "2 error: data.chat_template: got a.jinja, but there",
-    "distill run.yaml teacher.model=null teacher.cache=caches/none": "2 error: teacher.cache: got caches/none, but",
-    "distill run.yaml objective.loss=0.5*jsd(1.5)": "2 error: objective.loss: jsd(1.5): expected 0 < beta < 1",
-    "plan run.yaml objective.loss=foward_kl": "2 error: objective.loss: unknown name 'foward_kl'; did you mean",
-    "distill run.yaml eval.callbacks=[mine:acuracy]": "2 error: eval.callbacks: got 'mine:acuracy', but mine has no",
-    "check run.yaml eval.callbacks=[typo:f]": "2 error: eval.callbacks: got 'typo:f', but importing typo raises Syn",
-    "distill run.yaml out=train.jsonl/a": "2 error: out: got train.jsonl/a, but",
-    "distill run.yaml out=/proc/a/b": "2 error: out: got /proc/a/b, but /proc cannot be written",
-    "check run.yaml teacher.url=http://127.0.0.1:9": "2 error: teacher.url: got http://127.0.0.1:9, where no server",
-    "distill run.yaml parallel.fsdp=3": "2 error: parallel: fsdp 3 needs 3 processes, but",
-}
+MISTAKES = {case["call"]: case["error"] for case in MESSAGES["commands before torch"]}
 RUN = """
 student: {model: student}
 teacher: {model: student}
@@ -91,12 +75,8 @@ def test_all_mistakes_are_listed_once(folder: Path) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "student.model=Qwen/Qwen3-0.6B",
-        "student.model=gpt2",
-        "data.train=allenai/c4:en@validation",
-        "data.train=tr*.jsonl",
-        "data.chat_template=Qwen/Qwen3-0.6B",
-        "eval.callbacks=[mine:accuracy]",
+        *("student.model=Qwen/Qwen3-0.6B", "student.model=gpt2", "data.train=allenai/c4:en@validation"),
+        *("data.train=tr*.jsonl", "data.chat_template=Qwen/Qwen3-0.6B", "eval.callbacks=[mine:accuracy]"),
         "out=runs/b/c/d",
     ],
 )
@@ -108,18 +88,10 @@ def test_what_may_be_right_passes(folder: Path, override: str) -> None:
 @pytest.mark.parametrize(
     ("text", "is_there"),
     [
-        ("def f(a): ...", True),
-        ("async def f(a): ...", True),
-        ("class f: ...", True),
-        ("if True:\n    f = lambda a: a", True),
-        ("from other import f", True),
-        ("from other import g as f", True),
-        ("import a.f", False),
-        ("from other import *", True),
-        ("def __getattr__(name): ...", True),
-        ("globals()['f'] = len", True),
-        ("def g(a): ...", False),
-        ("", False),
+        *(("def f(a): ...", True), ("async def f(a): ...", True), ("class f: ...", True)),
+        *(("if True:\n    f = lambda a: a", True), ("from other import f", True), ("from other import g as f", True)),
+        *(("import a.f", False), ("from other import *", True), ("def __getattr__(name): ...", True)),
+        *(("globals()['f'] = len", True), ("def g(a): ...", False), ("", False)),
     ],
 )
 def test_a_function_is_looked_for_in_the_text_of_its_module(folder: Path, text: str, is_there: bool) -> None:
@@ -137,19 +109,9 @@ def test_a_function_is_looked_for_in_the_text_of_its_module(folder: Path, text: 
 
 
 @pytest.mark.parametrize("file", ["part.py", "__init__.py"])
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("def f(:", "SyntaxError: invalid syntax "),
-        ("return f", "SyntaxError: 'return' outside function "),
-        ("def f(a, a): ...", "SyntaxError: duplicate argument 'a' in function definition "),
-        ("if f:\nf()", "IndentationError: expected an indented block after 'if' statement "),
-        ("# coding: utf-9\nf = 1", "SyntaxError: unknown encoding: utf-9 "),
-    ],
-)
-def test_a_module_that_is_no_python_is_named_as_its_import_names_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str, problem: str
-) -> None:
+@pytest.mark.parametrize(("call", "problem"), refused_calls("modules that are no Python"))
+def test_broken_modules(folder: Path, monkeypatch: pytest.MonkeyPatch, file: str, call: str, problem: str) -> None:
+    text = eval(call)
     monkeypatch.delitem(sys.modules, "broken", raising=False)
     (folder / "broken").mkdir()
     (folder / "broken" / "part.py").write_text("def f(a): ...")

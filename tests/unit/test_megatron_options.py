@@ -1,6 +1,7 @@
 """`parallel.megatron`: what is passed on to Megatron-Core, and what is refused by its key."""
 
 import pytest
+from kit.config_cases import refused_calls
 
 pytest.importorskip("megatron.core")
 
@@ -10,9 +11,8 @@ from stillhouse.megatron.model_config import RECOMPUTE, split_options, transform
 
 
 def test_settings_go_to_the_configuration_that_has_them() -> None:
-    transformer, data_parallel = split_options(
-        {"moe_token_dispatcher_type": "allgather", "overlap_grad_reduce": True, "recompute_granularity": "selective"}
-    )
+    mixed = {"moe_token_dispatcher_type": "allgather", "overlap_grad_reduce": True}
+    transformer, data_parallel = split_options(mixed | {"recompute_granularity": "selective"})
     assert transformer == {"moe_token_dispatcher_type": "allgather", "recompute_granularity": "selective"}
     assert data_parallel == {"overlap_grad_reduce": True}
     config = transformer_config(tiny_config("qwen3"), **transformer)
@@ -44,26 +44,15 @@ def test_what_the_model_the_loss_or_another_key_determines_is_refused(name: str)
         split_options({name: 1})
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("recompute_granularity", "all", "input should be 'full' or 'selective'"),
-        ("recompute_num_layers", "two", "input should be a valid integer"),
-        ("recompute_modules", "core_attn", "input should be a valid list"),
-        ("overlap_grad_reduce", "yes", "input should be a valid boolean"),
-        ("bucket_size", 1e6, "input should be a valid integer"),
-    ],
-)
-def test_a_value_of_another_type_is_refused(name: str, value: object, expected: str) -> None:
+@pytest.mark.parametrize(("call", "expected"), refused_calls("options of Megatron"))
+def test_a_value_of_another_type_is_refused(call: str, expected: str) -> None:
+    name, value = eval(call)
     with pytest.raises(ValueError, match=rf"^parallel\.megatron\.{name}={value!r}: {expected}"):
         split_options({name: value})
 
 
-def test_norms_are_not_computed_again_without_transformer_engine() -> None:
+def test_settings_that_megatron_core_refuses_are_named() -> None:
     with pytest.raises(ValueError, match=r"^parallel\.megatron\.recompute_modules: Megatron-Core needs Transf"):
         split_options({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]})
-
-
-def test_settings_that_megatron_core_refuses_are_named() -> None:
     with pytest.raises(ValueError, match=r"^parallel\.megatron: Megatron-Core refuses these settings: moe_act in"):
         transformer_config(tiny_config("qwen3_moe"), recompute_granularity="selective", recompute_modules=["moe_act"])

@@ -123,23 +123,14 @@ def test_tensors_without_numbers_are_refused_by_name(call: str, name: str) -> No
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
 def test_mixed_devices_are_refused_by_name() -> None:
     head = OutputHead(torch.zeros(V, D, device="cuda"))
-    with pytest.raises(
-        ValueError, match=r"head.weight_VD is on cuda:0, hidden_TD on cpu: expected both on one device"
-    ):
+    message = r"head.weight_VD is on cuda:0, hidden_TD on cpu: expected both on one device"
+    with pytest.raises(ValueError, match=message):
         linear_objective(torch.zeros(T, D), head, CE)
     with pytest.raises(ValueError, match=r"terms\[0\].labels_T is on cpu, hidden_TD on cuda:0"):
         linear_objective(torch.zeros(T, D, device="cuda"), head, CE)
     # weights_T and valid_index may be on the CPU, where batches are built
-    assert (
-        linear_objective(
-            torch.zeros(T, D, device="cuda"),
-            head,
-            [Entropy(1.0)],
-            weights_T=torch.ones(T),
-            valid_index=torch.arange(T),
-        ).loss
-        > 0
-    )
+    options = {"weights_T": torch.ones(T), "valid_index": torch.arange(T)}
+    assert linear_objective(torch.zeros(T, D, device="cuda"), head, [Entropy(1.0)], **options).loss > 0
 
 
 @pytest.mark.parametrize("leaf", ["hidden_TD", "head.weight_VD", "head.bias", "logits_TV"])
@@ -162,9 +153,6 @@ def test_forward_mode_is_refused(leaf: str) -> None:
             torch.func.jvp(
                 lambda leaf: linear_log_probs(leaf, OutputHead(weight), make_labels())[0], (primal,), (primal + 1,)
             )
-
-
-# quantities that no term has requested
 
 
 class ReadsTooMuch(Entropy):

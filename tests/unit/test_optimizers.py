@@ -2,13 +2,14 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit import causal_families
+from kit.config_cases import refused_calls
 from kit.families import build
 from kit.layout_runs import assert_same_model, distill
 from kit.runs import Command, forward_backward, run, session_of, write_run
@@ -69,7 +70,6 @@ def reference(kind: str, model: nn.Module, rate: float) -> list[torch.optim.Opti
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("kind", MOMENTS)
 def test_steps_are_those_of_the_library(kind: str, family: str) -> None:
-    """Three steps with two learning rates; the model is large enough for moments of 8 bits."""
     model = build(family, vocab_size=256)
     other = copy.deepcopy(model)
     decoder = Decoder(model, verify=False)
@@ -130,7 +130,6 @@ def test_the_module_decides_what_a_matrix_is(family: str) -> None:
 
 
 def test_weights_of_unknown_names_have_weight_decay() -> None:
-    """A model's own code may use any names for matrices; those of vectors are known."""
     module = nn.Module()
     names = {"kernel": (4, 8), "w1": (4, 8), "wi": (2, 4, 8), "router": (4, 8), "W_q": (4, 8), "pos_embed": (1, 4, 8)}
     vectors = {"shift": (1, 1, 8), "router_bias": (4, 8), "A_log": (4, 8)}
@@ -224,17 +223,11 @@ def without_a_compiler() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("hook", "words"),
-    [
-        (without_compiling, "got adamw_8bit with compiling turned off (TORCH_COMPILE_DISABLE=1)"),
-        (without_a_compiler, "torch.compile, which torchao's adamw_8bit needs, fails on this machine (Inductor"),
-    ],
-)
-def test_without_a_compiler_8_bits_are_refused_by_name(tmp_path: Path, hook: Callable[[], None], words: str) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("without a compiler"))
+def test_without_a_compiler_8_bits_are_refused_by_name(tmp_path: Path, call: str, words: str) -> None:
     write_run(tmp_path, **{"train.optimizer": "adamw_8bit"})
     no_cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    ended = Command("distill", tmp_path / "run.yaml", hook=hook, environment=no_cache)
+    ended = Command("distill", tmp_path / "run.yaml", hook=eval(call), environment=no_cache)
     assert ended.wait(120) == 2, ended.err
     assert f"error: train.optimizer: {words}" in ended.err
     assert "Traceback" not in ended.err
@@ -263,7 +256,6 @@ def test_a_layout_that_divides_weights_is_refused(tmp_path: Path, kind: str, deg
     ],
 )
 def test_checkpoints_move_between_layouts(tmp_path: Path, kind: str, layouts: list[str]) -> None:
-    """A run in one process is continued under a layout, and that one by one process again, with the same result."""
     write_run(tmp_path, **{"train.optimizer": kind, "checkpoint.every": 1, "checkpoint.keep": 9})
     distill(tmp_path, "one", 1)
     for layout in layouts:

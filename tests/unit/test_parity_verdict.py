@@ -54,10 +54,8 @@ def test_keys_that_no_layout_here_has_are_named_if_they_are_set() -> None:
     values = ("True", "bfloat16", "bfloat16", "True")
     assert left_out(config) == [f"{key}={value}" for key, value in zip(LEFT_OUT[:4], values, strict=True)]
     megatron = {"train": {"activation_checkpointing": True}, "parallel": {"engine": "megatron", "megatron": {"x": 1}}}
-    assert left_out(load_config(None, settings=settings | megatron)) == [
-        "parallel.megatron={'x': 1}",
-        "train.activation_checkpointing=True",
-    ]
+    left = ["parallel.megatron={'x': 1}", "train.activation_checkpointing=True"]
+    assert left_out(load_config(None, settings=settings | megatron)) == left
     # with them, nothing is missing that a run's layout has beside its degrees and its schedule
     names = {key.partition(".")[2] for key in LEFT_OUT} | {"options", "recompute"}
     compared = {"degrees", "schedule", "sequence", "autocast"}  # the last one is float32 in every step

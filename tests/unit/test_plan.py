@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.config_cases import refused_calls
 from kit.documents import documents_of_length
 from transformers import AutoConfig
 
@@ -13,19 +14,12 @@ from stillhouse import cli
 from stillhouse.config import ConfigError, load_config
 from stillhouse.data import PackedSequences
 from stillhouse.engine.schedule import make_on_policy_schedule, make_step_schedule
+from stillhouse.plan import prediction
 from stillhouse.plan.command import does_not_fit, lines
 from stillhouse.plan.devices import DEVICES, GIB, LINKS, PRODUCTS
 from stillhouse.plan.dry_run import planned
 from stillhouse.plan.layout_plan import Machine, Plan, planned_job
-from stillhouse.plan.prediction import (
-    LayoutSize,
-    RankCounts,
-    bubble_share,
-    message_seconds,
-    planned_ranks,
-    predict,
-    rank_time,
-)
+from stillhouse.plan.prediction import LayoutSize, RankCounts, message_seconds, planned_ranks, predict, rank_time
 from stillhouse.rollout import PromptSource
 from stillhouse.rollout.documents import StepPacker
 from stillhouse.run.setup import configured_layout
@@ -64,8 +58,9 @@ def test_the_ranks_of_different_stages_are_planned(size: LayoutSize, expected: d
 def test_a_rank_is_as_slow_as_its_products_traffic_and_exposed_messages() -> None:
     operations = H100.bfloat16 * PRODUCTS  # a second
     rank = counts(layout(tensor=8), products={"bfloat16": operations}, traffic=H100.bandwidth * 0.64, kernels=10)
-    time = rank_time(rank, H100, 8)
-    assert time.seconds == pytest.approx(2.0)
+    assert rank_time(rank, H100, 8).seconds == pytest.approx(2.0)
+    launched = rank_time(counts(layout(), kernels=10**6, traffic=1e9), H100, 8)
+    assert (launched.bound, launched.seconds) == ("launches", pytest.approx(8.0))
     sent = 2e9
     rank = replace(rank, messages={"tensor allreduce": 100}, sent={"tensor allreduce": sent})
     exposed = rank_time(rank, H100, 8).exposed
@@ -73,23 +68,14 @@ def test_a_rank_is_as_slow_as_its_products_traffic_and_exposed_messages() -> Non
     assert exposed == pytest.approx(2 * 7 / 8 * sent / (450e9 * LINKS) + 100 * 15e-6)
 
 
-def test_launches_bound_a_step_of_small_kernels() -> None:
-    time = rank_time(counts(layout(), kernels=10**6, traffic=1e9), H100, 8)
-    assert time.bound == "launches"
-    assert time.seconds == pytest.approx(8.0)
-
-
 def test_fsdp_runs_beside_computation() -> None:
-    gathers = {"shard allgather_base": 100}
-    rank = counts(
-        layout(fsdp=8), products={"bfloat16": 989e12}, messages=gathers, sent={"shard allgather_base": 40e9}
-    )
+    gathers, sent = {"shard allgather_base": 100}, {"shard allgather_base": 40e9}
+    rank = counts(layout(fsdp=8), products={"bfloat16": 989e12}, messages=gathers, sent=sent)
     hidden = rank_time(rank, H100, 8)
     assert hidden.overlapped == pytest.approx(7 / 8 * 40e9 / (450e9 * LINKS) + 100 * 15e-6)
     assert hidden.exposed == pytest.approx(hidden.overlapped / 100)
     slow = rank_time(replace(rank, sent={"shard allgather_base": 4e12}), H100, 8)
-    assert slow.exposed == pytest.approx(slow.overlapped - slow.products)
-    assert slow.bound == "network"
+    assert (slow.exposed, slow.bound) == (pytest.approx(slow.overlapped - slow.products), "network")
 
 
 def test_machines_are_connected_by_a_link_of_every_gpu() -> None:
@@ -107,21 +93,18 @@ def test_machines_are_connected_by_a_link_of_every_gpu() -> None:
     [("1f1b", 3 / 11), ("gpipe", 3 / 11), ("interleaved", 1.5 / 9.5), ("zero_bubble", 0.5 / 8.5), ("zbv", 0.0)],
 )
 def test_the_share_of_the_bubble(schedule: str, share: float) -> None:
-    assert bubble_share(4, schedule, 8) == pytest.approx(share)
+    assert prediction.bubble_share(4, schedule, 8) == pytest.approx(share)
 
 
 def test_a_step_waits_for_its_slowest_stage() -> None:
     size = layout(pipeline=2)
     work = {"bfloat16": H100.bfloat16 * PRODUCTS}
-    ranks = {
-        "first": counts(size, products={}, model_operations=H100.bfloat16),
-        "last": counts(size, rank=1, products=work, model_operations=H100.bfloat16),
-    }
-    prediction = predict(ranks, H100, 8)
-    assert prediction.slowest == "last"
-    assert prediction.seconds == pytest.approx(9 / 8)
-    assert prediction.tokens_per_second == pytest.approx(65536 * 8 / 9)
-    assert prediction.model_share == pytest.approx(8 / 9 / 2)
+    first = counts(size, products={}, model_operations=H100.bfloat16)
+    ranks = {"first": first, "last": replace(first, rank=1, products=work)}
+    step = predict(ranks, H100, 8)
+    assert (step.slowest, step.seconds) == ("last", pytest.approx(9 / 8))
+    assert step.tokens_per_second == pytest.approx(65536 * 8 / 9)
+    assert step.model_share == pytest.approx(8 / 9 / 2)
 
 
 def test_the_table_and_a_plan_that_does_not_fit() -> None:
@@ -161,21 +144,9 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     return {"student": {"model": model}, "teacher": {"model": model}, "data": data, "out": "runs/a"}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["teacher.url=http://127.0.0.1:1"], "teacher.url"),
-        (["teacher.cache=caches/a", "teacher.model=null"], "teacher.cache"),
-        (["teacher.quantize=int8"], "teacher.quantize"),
-        (["teacher.parallel.fsdp=64"], "teacher.parallel"),
-        (["teacher=null", "teachers.math.model=a", "teachers.code.model=b"], "teachers"),
-        (["student.model=./no such model"], "student.model"),
-        (["train.compile=true"], "train.compile"),
-        (["parallel.engine=megatron"], "parallel.engine"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused_by_its_key(tmp_path: Path, overrides: list[str], key: str) -> None:
-    config = load_config(None, overrides, settings=settings(tmp_path))
+@pytest.mark.parametrize(("call", "key"), refused_calls("plans"))
+def test_what_cannot_be_planned_is_refused_by_its_key(tmp_path: Path, call: str, key: str) -> None:
+    config = load_config(None, eval(call), settings=settings(tmp_path))
     with pytest.raises(ConfigError) as error:
         planned_job(config, Machine(64, 8, "h100"), 512)
     assert error.value.key == key
@@ -207,10 +178,8 @@ def test_a_plan_needs_no_evaluation_and_no_checkpoint(tmp_path: Path, overrides:
         (64, 10, ["rollout.prompts_per_step=2"]),
     ],
 )
-def test_a_step_on_completions_has_the_micro_batches_of_a_run(
-    tmp_path: Path, ranks: int, prompt: int, overrides: list[str]
-) -> None:
-    """Of completions of the greatest length, behind prompts of one length."""
+def test_a_planned_step_on_completions(tmp_path: Path, ranks: int, prompt: int, overrides: list[str]) -> None:
+    """It has the micro-batches of a run with completions of the greatest length, behind prompts of one length."""
     overrides = ["rollout.max_new_tokens=20", "train.micro_batch_tokens=160", *overrides]
     config = load_config(None, overrides, settings=settings(tmp_path))
     job = planned_job(config, Machine(ranks, 8, "h100"), prompt)

@@ -58,9 +58,6 @@ def test_the_streams_of_a_source_are_those_of_a_run_with_this_source_alone() -> 
     assert len({plan.group(group).step for group in groups}) == 40
     seeds = [plan.sample_seed(sample, 0) for group in groups for sample in plan.samples(group)]
     assert len(set(seeds)) == len(seeds)
-
-
-def test_a_plan_that_is_read_backwards_is_the_same() -> None:
     forwards, backwards = (PromptPlan(SOURCES, prompts_per_step=3, seed=1) for _ in range(2))
     later = [(backwards.groups(step), backwards.from_dataset(step)) for step in reversed(range(30))]
     assert [(forwards.groups(step), forwards.from_dataset(step)) for step in range(30)] == later[::-1]

@@ -19,17 +19,21 @@ CASE = '<testcase classname="{}" name="{}">{}</testcase>'
 
 
 def results(path: Path, *cases: tuple[str, str, str]) -> Path:
-    path.write_text(
-        f"<testsuites><testsuite>{''.join(CASE.format(*case) for case in cases)}</testsuite></testsuites>"
-    )
+    text = "".join(CASE.format(*case) for case in cases)
+    path.write_text(f"<testsuites><testsuite>{text}</testsuite></testsuites>")
     return path
 
 
-def test_rows_and_their_proofs_are_read() -> None:
+def test_rows_are_read_and_a_test_that_passes_again_has_passed(tmp_path: Path) -> None:
     assert [(row.name, row.proofs) for row in proof_rows(PAGE)] == [
         ("One", (("test_a.py", "test_one"), ("test_a.py", "test_two"))),
         ("Other", (("test_b.py", ""),)),
     ]
+    failed = results(tmp_path / "a.xml", ("tests.faults.test_b", "test_it[x]@torchrun", "<failure/>"))
+    again = results(tmp_path / "b.xml", ("tests.faults.test_b", "test_it[x]", ""))
+    (_, row) = proof_rows(PAGE)
+    assert list(unproven(row, read_outcomes([failed]))) == ["test_b.py failed"]
+    assert not list(unproven(row, read_outcomes([failed, again])))
 
 
 @pytest.mark.parametrize(
@@ -59,16 +63,6 @@ def test_rows_and_their_proofs_are_read() -> None:
         ),
     ],
 )
-def test_a_proof_has_to_have_run_and_passed(
-    tmp_path: Path, cases: list[tuple[str, str, str]], expected: list[str]
-) -> None:
+def test_a_proof_has_run_and_passed(tmp_path: Path, cases: list[tuple[str, str, str]], expected: list[str]) -> None:
     outcomes = read_outcomes([results(tmp_path / "a.xml", *cases)])
     assert list(unproven(proof_rows(PAGE)[0], outcomes)) == expected
-
-
-def test_a_test_that_passes_when_it_runs_again_has_passed(tmp_path: Path) -> None:
-    failed = results(tmp_path / "a.xml", ("tests.faults.test_b", "test_it[x]@torchrun", "<failure/>"))
-    again = results(tmp_path / "b.xml", ("tests.faults.test_b", "test_it[x]", ""))
-    (_, row) = proof_rows(PAGE)
-    assert list(unproven(row, read_outcomes([failed]))) == ["test_b.py failed"]
-    assert not list(unproven(row, read_outcomes([failed, again])))

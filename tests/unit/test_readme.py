@@ -1,9 +1,12 @@
-"""The README's claims name tests, its links name files that exist, and its code and configuration run."""
+"""The documents name files, modules, functions and tests that exist, README.md leads to them, and its code runs."""
 
+import ast
+import importlib
 import re
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,14 +31,13 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_every_row_names_its_proofs() -> None:
-    """`test_docs_names.py` checks that these tests exist and, after all tests, `proofs.py` that they passed."""
     for page, most in {"README.md": 10, "docs/proofs.md": 120}.items():
         rows = proof_rows((ROOT / page).read_text())
         assert most // 3 < len(rows) <= most
         assert all(row.proofs for row in rows)
 
 
-def test_the_numbers_of_mistakes_are_true() -> None:
+def test_the_numbers_of_the_page_are_true() -> None:
     lists = (ROOT / "tests" / "kit" / "mistakes").glob("*.yaml")
     in_processes = sum(len(YAML(typ="safe").load(path.read_text())) for path in lists)
     in_configurations = len(MISTAKES)
@@ -43,15 +45,9 @@ def test_the_numbers_of_mistakes_are_true() -> None:
     proofs = (ROOT / "docs" / "proofs.md").read_text()
     assert f"{in_processes} mistakes in configurations, objectives" in proofs
     assert f"{in_configurations} more in configurations" in proofs
-
-
-def test_the_number_of_divergences_is_true() -> None:
     assert len(DIVERGENCES) == 7
     assert "seven\n[divergences]" in README
     assert "Seven divergences" in README
-
-
-def test_the_readme_fits_two_screens() -> None:
     assert len(README.splitlines()) <= 100
 
 
@@ -97,7 +93,6 @@ def test_before_and_after_are_the_same_loss_and_gradients(dtype: torch.dtype, er
 
 
 def test_the_processors_of_the_page_run() -> None:
-    """Run all processors for a decoder on one batch."""
     page = (ROOT / "docs" / "output_processor.md").read_text()
     shown = code_blocks(page.partition("## The processors")[2], "python")
     decoder, ids = Decoder(build("llama", seed=1)), torch.randint(3, 251, (2, 17))
@@ -124,3 +119,79 @@ def test_the_own_loop_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     main(str(TEACHER), str(tmp_path / "student"), "Return the next item from the iterator, or raise StopIteration.")
     losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
     assert losses[-1] < 0.8 * losses[0]
+
+
+DOCUMENTS = [
+    str(path.relative_to(ROOT))
+    for pattern in ("README.md", "[!R]*.md", "docs/**/*.md")
+    for path in ROOT.glob(pattern)
+]
+OTHERS = ["Makefile", "mkdocs.yml", "pyproject.toml", ".ci/run", "examples", "recipes", "benchmarks"]
+#: files of other projects
+FOREIGN = {"models/mcore/model_forward_fused.py", "models/mcore/mtp_patch.py", "distributed/model_utils.py"}
+FOREIGN |= {"recipes/llm/kd.py", "megatron/core/models/hybrid/hybrid_model.py"}
+FOLDERS = (ROOT, ROOT / "stillhouse", ROOT / "stillhouse" / "objective", ROOT / "tests")
+NAMES = {
+    path: {
+        f"{outer}.{node.name}".lstrip(".")
+        for outer, body in [
+            ("", module.body),
+            *((node.name, node.body) for node in module.body if isinstance(node, ast.ClassDef)),
+        ]
+        for node in body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
+    for folder in ("stillhouse", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+    for module in [ast.parse(path.read_text(encoding="utf-8"))]
+}
+
+
+def text_of(name: str) -> str:
+    """Return a text without the extensions of the package that `test_extending.py` applies."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return re.sub(r"```(diff|toml).*?```(\n\n```python.*?```)+", "", text, flags=re.DOTALL)
+
+
+def named(dotted: str) -> Any:
+    try:
+        return importlib.import_module(dotted)
+    except ModuleNotFoundError:
+        module, _, name = dotted.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, *OTHERS])
+def test_every_path_exists(name: str) -> None:
+    place = ROOT / name
+    for path in filter(Path.is_file, place.glob("*.*")) if place.is_dir() else [place]:
+        text = text_of(str(path.relative_to(ROOT)))
+        paths = set(re.findall(r"(?<![\w./$-])(?:[\w-]+/)+[\w-]+\.(?:py|sh|md)\b", text)) - FOREIGN
+        paths |= set(re.findall(r"`((?:stillhouse|tests|benchmarks|docs|examples)/[\w./-]+)`", text))
+        places = (path.parent, *FOLDERS)
+        assert [name for name in paths if not any((folder / name).exists() for folder in places)] == [], path
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_module_function_and_test_exists(document: str) -> None:
+    text = text_of(document)
+    for dotted in re.findall(r"\bstillhouse(?:\.\w+)+(?::\w+)?", text):
+        named(dotted.replace(":", "."))
+    for module, names in re.findall(r"^from (stillhouse[\w.]*) import (\([^)]*\)|.*)", text, flags=re.MULTILINE):
+        assert all(named(f"{module}.{name}") for name in re.findall(r"\w+", re.sub(r"#.*", "", names)))
+    file = ""
+    for name, test in re.findall(r"`(?:\w+/)*(test_\w+\.py)?(?:::(test_\w+))?`", text):
+        file = name or file
+        if name or test:
+            (path,) = (path for path in NAMES if path.name == file)
+            assert not test or test in NAMES[path], f"{file}::{test}"
+
+
+def test_the_architecture_names_functions_and_the_readme_all_documents() -> None:
+    page = text_of("docs/architecture.md")
+    rows = re.findall(r"^\| `([\w.]+)` \| `([\w/]+\.py)`", page, flags=re.MULTILINE)
+    assert len(rows) == 15  # the walk of a micro-batch, and that of a sample
+    assert [row for row in rows if row[0] not in NAMES[ROOT / "stillhouse" / row[1]]] == []
+    known = set().union(*NAMES.values())
+    assert [name for name in re.findall(r"`([A-Z]\w*[a-z]\w*(?:\.\w+)?)[`(]", page) if name not in known] == []
+    assert [name for name in DOCUMENTS[1:] if f"]({name})" not in text_of("README.md")] == []

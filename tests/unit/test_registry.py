@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from kit.add_ons import write_distribution
+from kit.config_cases import refused_calls
 from kit.runs import ROOT
 
 from benchmarks import gpu
@@ -47,51 +48,30 @@ def test_info_lists_all_add_ons_with_their_distributions(tmp_path: Path) -> None
             assert any(line.startswith(f"  {name:<18} stillhouse {point.dist.version}") for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("groups", "modules", "error"),
-    [
-        (
-            {"stillhouse.trackers": {"wandb": "curves:Csv"}},
-            CURVES,
-            r"add-on 1\.0 \(curves:Csv\) and stillhouse \S+ \(.*:Wandb\) both register 'wandb' in "
-            r"stillhouse\.trackers: uninstall one of them",
-        ),
-        (CSV, {}, r"add-on 1\.0 registers 'csv' in stillhouse\.trackers as curves:Csv: No module named 'curves'"),
-        (CSV, {"curves.py": ""}, r"add-on 1\.0 registers 'csv' .* has no attribute 'Csv'"),
-    ],
-)
-def test_add_ons_that_clash_or_are_damaged_are_named(
-    tmp_path: Path, groups: dict[str, dict[str, str]], modules: dict[str, str], error: str
-) -> None:
+@pytest.mark.parametrize(("call", "error"), refused_calls("add-ons"))
+def test_add_ons_that_clash_or_are_damaged_are_named(tmp_path: Path, call: str, error: str) -> None:
+    groups, modules = eval(call)
     write_distribution(tmp_path, groups, modules, "add-on")
     failed = run_python("from stillhouse.registry import load_all\nload_all('stillhouse.trackers')", tmp_path, ROOT)
     assert re.search(f"^ValueError: {error}$", failed.stderr, re.MULTILINE), failed.stderr
 
 
-def test_an_unknown_name_is_refused_with_the_installed_ones() -> None:
+def test_unknown_names_and_earlier_metadata_are_refused(tmp_path: Path) -> None:
     code = "from stillhouse.registry import load\nload('stillhouse.trackers', 'csv')"
-    error = (
-        "ValueError: got 'csv': expected one of mlflow, tensorboard, trackio, wandb; these are the installed trackers"
-    )
+    error = "ValueError: got 'csv': expected one of mlflow, tensorboard, trackio, wandb; these are the installed tr"
     assert error in run_python(code, ROOT).stderr
+    write_distribution(tmp_path, CSV, {}, "stillhouse")
+    done = run_python("import stillhouse.config", tmp_path, ROOT)
+    assert "ValueError: no kinds of environments and tools are registered (stillhouse.environments)" in done.stderr
 
 
-def test_a_checkout_that_is_not_installed_has_the_same_add_ons(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkout_has_the_same_add_ons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     gpu.write_entry_points()
     code = "from stillhouse.registry import *\nprint({group: [*registered(group)] for group in GROUPS})"
     listed = run_python(code, tmp_path / ".gpu", ROOT, isolated=True)
     assert ast.literal_eval(listed.stdout) == {group: [*registered(group)] for group in GROUPS}, listed.stderr
-
-
-def test_metadata_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
-    """An editable checkout that was updated: otherwise rollout.tools would have no effect."""
-    write_distribution(tmp_path, CSV, {}, "stillhouse")
-    done = run_python("import stillhouse.config", tmp_path, ROOT)
-    assert "ValueError: no kinds of environments and tools are registered (stillhouse.environments)" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -117,7 +97,6 @@ def test_an_add_on_with_the_name_of_another_key_is_refused(tmp_path: Path, group
 
 
 def test_an_add_on_without_a_key_of_its_own_may_have_any_name(tmp_path: Path) -> None:
-    """The same package under another name, and an entry whose `field` is None."""
     text_environment = {"environment": "stillhouse.agents.environments:TextEnvironment"}
     write_distribution(tmp_path, {"stillhouse.environments": text_environment}, {}, "stillhouse-fork")
     kind = {"kinds.py": "class Kind:\n    field, rules = None, tuple\n"}
@@ -126,19 +105,11 @@ def test_an_add_on_without_a_key_of_its_own_may_have_any_name(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "error"),
-    [
-        ("check train.steps=1", 1, r"error: add_on 1\.0 registers 'fsdp' in .*: register it under another name\n"),
-        ("check --steps 1", 2, r"error: no such option '--steps'\nsee `stillhouse check --help`\n"),
-    ],
-)
-def test_a_command_reports_a_refused_add_on_in_one_line(
-    tmp_path: Path, arguments: str, code: int, error: str
-) -> None:
-    write_distribution(
-        tmp_path, {"stillhouse.engines": {"fsdp": "kinds:Kind"}}, {"kinds.py": "class Kind: field = int, 0"}
-    )
+@pytest.mark.parametrize(("call", "error"), refused_calls("commands with an add-on"))
+def test_a_command_names_a_refused_add_on(tmp_path: Path, call: str, error: str) -> None:
+    arguments, code = eval(call)
+    kind = {"kinds.py": "class Kind: field = int, 0"}
+    write_distribution(tmp_path, {"stillhouse.engines": {"fsdp": "kinds:Kind"}}, kind)
     done = run_python(f"from stillhouse.cli import run\nprint(run({arguments.split()}))", tmp_path, ROOT)
     assert done.stdout == f"{code}\n", done.stderr
     assert re.fullmatch(error, done.stderr), done.stderr

@@ -18,20 +18,13 @@ from stillhouse.serving.server.role import MIB, Limits
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_the_version_is_in_its_places() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == stillhouse.__version__
     assert citation["license"] == "Apache-2.0"
-
-
-def test_the_changes_begin_with_this_version() -> None:
     first = re.search(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert first is not None
     assert first[1] == stillhouse.__version__
-
-
-def test_the_version_is_in_one_place() -> None:
-    """Other files of the package import it, and a page of the documentation that had it would become wrong."""
     written = re.compile(rf"stillhouse\D{{0,5}}{re.escape(stillhouse.__version__)}|__version__ = ")
     sources = [*(ROOT / "stillhouse").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "pyproject.toml"]
     found = [path for path in sources if written.search(path.read_text(encoding="utf-8"))]

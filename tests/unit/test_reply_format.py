@@ -6,9 +6,10 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from kit import slow
+from kit.config_cases import refused_calls
 from kit.on_policy_runs import episodic
 from kit.template_messages import HERMES, chat_templates, tool_tokenizer
-from kit.toy_tokenizer import PLAIN_TEMPLATE, TEMPLATES, toy_tokenizer
+from kit.toy_tokenizer import PLAIN_TEMPLATE, TEMPLATES, toy_tokenizer  # noqa: F401 (messages.yaml names the first)
 
 from stillhouse.agents.replies import MessageReplies, TextReplies
 from stillhouse.agents.reply_format import ReplyFormat, generation_prompt
@@ -58,7 +59,6 @@ def test_replies_have_the_tokens_of_apply_chat_template(template: str, role: Lit
 
 @pytest.mark.parametrize("name", [slow(name) for name in OF_TRL])
 def test_templates_of_families(name: str) -> None:
-    """Read from the installed TRL."""
     added = ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "<end_of_turn>", "<|user|>"]
     added += ["<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"]
     tokenizer = tool_tokenizer(chat_templates()[name], *added)
@@ -70,36 +70,9 @@ def test_templates_of_families(name: str) -> None:
     assert OF_TRL[name] in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (PLAIN_TEMPLATE.replace("message.content", "message.content | upper"), "ends a turn|does not end a turn"),
-        (PLAIN_TEMPLATE.replace("'<|im_end|>\\n'", "'.\\n'"), "does not end a turn of the assistant with a special"),
-        (
-            PLAIN_TEMPLATE.replace("message.content", "message.content[:9] if loop.index > 2 else message.content"),
-            "does not write a message of the role user with its content",
-        ),
-        (
-            PLAIN_TEMPLATE.replace("message.role", "message.role + ('!' if 'no' == message.content else '')"),
-            "writes messages of the role user in different ways",
-        ),
-        (PLAIN_TEMPLATE.replace("message.role", "message.role + loop.index | string"), "after a system message, and"),
-        (
-            PLAIN_TEMPLATE.replace("add_generation_prompt", "add_generation_prompt and messages | length < 3"),
-            "after a reply, and not with its generation prompt",
-        ),
-        (
-            # as in Mistral's, the tools are written into the last turn of the user
-            PLAIN_TEMPLATE.replace(
-                "message.content", "(tools | tojson if tools and loop.last else '') + message.content"
-            ),
-            "after tools, and as",
-        ),
-        (PLAIN_TEMPLATE.replace("'<|im_end|>\\n'", "'<|im_end|>' + ('\\n' if loop.last else '</s>')"), ""),
-    ],
-    ids=range(8),
-)
-def test_a_template_that_is_not_proven_is_refused(template: str, words: str) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("templates of replies"))
+def test_a_template_that_is_not_proven_is_refused(call: str, words: str) -> None:
+    template = eval(call)
     tokenizer = toy_tokenizer(chat="plain")
     tokenizer.chat_template = template
     if not words:  # a text behind the end marker is part of what follows it

@@ -43,14 +43,12 @@ def test_page_shows_the_whole_run(run_dir):
         "Training entropy", "Training agreement", "Learning rate", "Gradient norm", "Throughput",
     ]  # fmt: skip
     assert len(page.data["charts"]) == len(page.titles) == len(page.all("figure"))
-    assert [title for title, chart in zip(page.titles, page.data["charts"], strict=True) if chart["log"]] == [
-        "Gradient norm"  # the only one whose values span enough for a logarithmic axis
-    ]
+    # only its values span enough for a logarithmic axis
+    assert [chart["title"] for chart in page.data["charts"] if chart["log"]] == ["Training: Gradient norm"]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     evaluations = [line for line in lines if "eval/cross_entropy" in line]
-    (first, first_share), (last, last_share) = (
-        (line["eval/cross_entropy"], 100 * line["eval/agreement"]) for line in (evaluations[0], evaluations[-1])
-    )
+    ends = (evaluations[0], evaluations[-1])
+    (first, first_share), (last, last_share) = ((x["eval/cross_entropy"], 100 * x["eval/agreement"]) for x in ends)
     for fact in (
         *(f"{first:.3f} → {last:.3f}", f"{first_share:.1f} % → {last_share:.1f} %", f"{lines[-1]['tokens']:,}"),
         *("3 min 33 s", "nats per token", "18,233", "cut to the length limit", "learning_rate: 2e-5", "Example CPU"),
@@ -60,12 +58,9 @@ def test_page_shows_the_whole_run(run_dir):
     assert all(attributes.get("class") != "notes" for attributes in page.all("ul"))
 
 
-def test_each_term_has_a_chart_beside_the_total(tmp_path):
+def test_each_term_has_a_chart_and_runs_of_one_name_get_their_parents(tmp_path):
     page = page_of(make_run(tmp_path / "mixed", terms=("cross_entropy", "jsd(0.5)"), steps=10))
     assert page.titles[4:7] == ["Total loss", "Loss: cross_entropy", "Loss: jsd(0.5)"]
-
-
-def test_compared_runs_of_one_name_get_their_parents(tmp_path):
     runs = [make_run(tmp_path / seed / "run", steps=2) for seed in ("seed-0", "seed-1")]
     assert page_of(*runs).data["runs"] == ["seed-0/run", "seed-1/run"]
 
@@ -120,6 +115,8 @@ def test_page_loads_nothing(run_dir):
     assert policy.startswith("default-src 'none'")
     assert "unsafe-inline" not in policy.split("script-src")[1]
     assert policy.count("'sha256-") == 2
+    assert "MIT License" in (ASSETS / "uplot.LICENSE").read_text()
+    assert "uPlot (v1.6.32)" in (ASSETS / "uplot.min.js").read_text()[:100]
 
 
 def test_images_are_in_the_page_and_no_other_address_is(run_dir):
@@ -140,11 +137,6 @@ def test_images_are_in_the_page_and_no_other_address_is(run_dir):
     assert page.text.count("The first 8 of 12 images.") == 1
     assert not page.all("b")
     assert policy_without_loading(page, SHOWN + 1).endswith("; img-src data:")
-
-
-def test_library_carries_its_licence():
-    assert "MIT License" in (ASSETS / "uplot.LICENSE").read_text()
-    assert "uPlot (v1.6.32)" in (ASSETS / "uplot.min.js").read_text()[:100]
 
 
 def test_a_resumed_run_is_one_curve(run_dir):
@@ -204,17 +196,10 @@ def test_shades_double(kl, number):
 
 def test_prompt_is_dimmed_and_text_kept(run_dir):
     """Whitespace stays; an empty token has a mark; half of a surrogate pair, which UTF-8 lacks, is replaced."""
-    texts = {
-        "def": (False, None),
-        "\n\n    ": (False, 3.0),
-        " x": (True, 3.0),
-        "": (True, 0.5),
-        "\ud83d": (True, None),
-    }
-    tokens = [
-        {"text": text, "target": target, "kl": kl, "teacher": [], "student": []}
-        for text, (target, kl) in texts.items()
-    ]
+    texts = {"def": (False, None), "\n\n    ": (False, 3.0), " x": (True, 3.0), "": (True, 0.5)}
+    texts["\ud83d"] = (True, None)
+    tokens = [{"text": text, "target": target, "kl": kl, "teacher": [], "student": []}
+              for text, (target, kl) in texts.items()]  # fmt: skip
     (run_dir / "tokens.json").write_text(json.dumps({"step": 7, "documents": [{"source": "e:1", "tokens": tokens}]}))
     page = page_of(run_dir)
     text = re.search(r'<div class="text".*?</div>', page.source, re.DOTALL).group()

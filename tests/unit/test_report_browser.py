@@ -19,10 +19,11 @@ from stillhouse.report.page import ASSETS, write_report
 from stillhouse.report.shown_records import shade_class
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = (
+QUIET = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --remote-debugging-pipe"
+    "--disable-component-update --disable-sync"
 )
+FLAGS = f"{QUIET} --remote-debugging-pipe"
 
 
 class Browser:
@@ -67,17 +68,17 @@ class Browser:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def wait(self, expression: str, attempts: int = 300) -> None:
+    def wait(self, expression: str) -> None:
         """Wait until an expression is true, for at most 30 seconds."""
         pause = "new Promise((done) => setTimeout(done, 100))"
-        for _ in range(attempts):
+        for _ in range(300):
             if self.value(f"Boolean({expression})"):
                 return
             self.value(pause)
         raise AssertionError(f"never true: {expression}")
 
-    def mouse(self, kind: str, x: float, y: float, *, pressed: bool = False, clicks: int = 1) -> None:
-        button = {"button": "left", "clickCount": clicks} if kind != "mouseMoved" else {}
+    def mouse(self, kind: str, x: float, y: float, *, pressed: bool = False) -> None:
+        button = {"button": "left", "clickCount": 1} if kind != "mouseMoved" else {}
         held = {"buttons": 1, "button": "left"} if pressed else {}
         self._send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **(button | held))
 
@@ -90,21 +91,15 @@ class Browser:
         self.mouse("mouseReleased", *stop)
 
     def click(self, selector: str) -> None:
-        x, y = self.middle(selector)
-        self.mouse("mouseMoved", x, y)
-        self.mouse("mousePressed", x, y)
-        self.mouse("mouseReleased", x, y)
+        box = self.box(selector)
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.mouse(kind, box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
 
     def box(self, selector: str) -> dict[str, float]:
         """The place of an element in the window, after scrolling to it."""
         chosen = f"document.querySelector({json.dumps(selector)})"
-        return self.value(
-            f"({chosen}.scrollIntoView({{block: 'center'}}), {chosen}.getBoundingClientRect().toJSON())"
-        )
-
-    def middle(self, selector: str) -> tuple[float, float]:
-        box = self.box(selector)
-        return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        self.value(f"{chosen}.scrollIntoView({{block: 'center'}})")
+        return self.value(f"{chosen}.getBoundingClientRect().toJSON()")
 
     def _send(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
@@ -136,10 +131,7 @@ class Browser:
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")]
 
-QUIET = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --enable-logging=stderr --dump-dom --virtual-time-budget=5000"
-)
+DUMP = f"{QUIET} --enable-logging=stderr --dump-dom --virtual-time-budget=5000"
 THEMES = {"light": "--blink-settings=preferredColorScheme=1", "dark": "--blink-settings=preferredColorScheme=0"}
 
 # A window is at least 500 pixels wide, but a frame can be narrower. The frame contains the whole page with its
@@ -172,12 +164,11 @@ HOLES = """[...document.querySelectorAll(".charts, .figures, .tables")].flatMap(
 
 
 def opened(path: Path, width: int, theme: str) -> tuple[dict[str, str], list[str]]:
-    """Open the page with this width and theme. Return its measurements and the browser's errors."""
     frame = path.with_name("frame.html")
     page = html.escape(path.read_text(encoding="utf-8"))
     frame.write_text(FRAME.format(width=width, page=page), encoding="utf-8")
     profile = f"--user-data-dir={path.parent / 'profile'}"
-    arguments = [CHROMIUM, *QUIET.split(), THEMES[theme], "--window-size=1800,1000", profile, frame.as_uri()]
+    arguments = [CHROMIUM, *DUMP.split(), THEMES[theme], "--window-size=1800,1000", profile, frame.as_uri()]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
     measured = dict(re.findall(r'data-(\w+)="([^"]*)"', result.stdout.partition("<iframe")[2].partition(">")[0]))
     return measured, [line for line in result.stderr.splitlines() if "CONSOLE" in line]
@@ -207,11 +198,7 @@ def test_a_browser_draws_every_chart_without_complaint(tmp_path, width, theme, m
     assert not complaints
     charts = str(len(Page(path).data["charts"]))
     assert measured == {
-        "charts": charts,
-        "drawn": charts,
-        "injected": "0",
-        "width": str(width),
-        "overflow": "0",
+        **{"charts": charts, "drawn": charts, "injected": "0", "width": str(width), "overflow": "0"},
         "background": page_colour(theme),
     }
 

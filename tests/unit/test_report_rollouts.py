@@ -62,7 +62,7 @@ def span(start, stop, step=1, lane="rollout", what="generate"):
     return TimelineSpan(step=step, lane=lane, what=what, start=start, stop=stop)
 
 
-def test_work_at_the_same_time_is_in_rows_and_counts_once():
+def test_work_at_the_same_time_is_in_rows_from_the_first_step_on():
     spans = [span(0, 4), span(1, 3), span(3, 5), span(0, 10, lane="trainer", what="wait")]
     shown = shown_records.timeline(spans)
     rollout, _, trainer, _ = shown.lanes
@@ -71,6 +71,12 @@ def test_work_at_the_same_time_is_in_rows_and_counts_once():
     assert (dict(trainer.shares)["waiting"], shown.waiting) == (100, 1)
     many = shown_records.timeline([span(0, 1 + n) for n in range(50)])
     assert many.lanes[0].rows == shown_records.ROWS
+    spans = [span(10 * step, 10 * step + 10, step, "trainer", "update") for step in range(1, 15)]
+    shown = shown_records.timeline([span(25, 35, 4), span(2, 12, 2), *spans])
+    assert (shown.first, shown.last, shown.start, shown.seconds) == (3, 14, 30, 120)
+    assert [(box.left, round(box.width, 1)) for box in shown.lanes[0].boxes] == [(0, 4.2)]
+    assert [text for _, text in shown.ticks] == ["0 s", "50 s", "100 s"]
+    assert [text for _, text in shown.marks if text] == ["3", "5", "7", "9", "11", "13"]
 
 
 def test_the_trainer_waits_for_the_share_of_its_steps_that_the_run_prints():
@@ -91,15 +97,6 @@ def test_the_shares_of_a_lane_add_up_to_100(ends):
         assert sum(percent for _, percent in lane.shares) == 100
 
 
-def test_the_timeline_begins_with_its_first_step():
-    spans = [span(10 * step, 10 * step + 10, step, "trainer", "update") for step in range(1, 15)]
-    shown = shown_records.timeline([span(25, 35, 4), span(2, 12, 2), *spans])
-    assert (shown.first, shown.last, shown.start, shown.seconds) == (3, 14, 30, 120)
-    assert [(box.left, round(box.width, 1)) for box in shown.lanes[0].boxes] == [(0, 4.2)]
-    assert [text for _, text in shown.ticks] == ["0 s", "50 s", "100 s"]
-    assert [text for _, text in shown.marks if text] == ["3", "5", "7", "9", "11", "13"]
-
-
 @pytest.mark.parametrize("spans", [[], [span(1, 1)], [span(3, 3 + 1e-300)]])
 def test_a_timeline_without_time_is_not_drawn(spans):
     assert shown_records.timeline(spans) is None
@@ -111,9 +108,8 @@ def test_completions_are_shaded_with_the_version_of_each_token(run_dir):
     tokens = re.findall(r'<span class="(.*?)" title="(.*?)">', text)
     assert {title.rpartition(", ")[2] for _, title in tokens} == {"version 28", "version 29"}
     assert sum("renewed" in kind for kind, _ in tokens) == 1
-    assert all(
-        "prompt" in kind and not re.search(r"\bk\d", kind) for kind, title in tokens if "not a target" in title
-    )
+    no_targets = [kind for kind, title in tokens if "not a target" in title]
+    assert all("prompt" in kind and not re.search(r"\bk\d", kind) for kind in no_targets)
     title = next(title for kind, title in tokens if "nats" in title and "prompt" not in kind)
     record = json.loads((run_dir / "samples.jsonl").read_text().splitlines()[-2])
     divergence = next(token["divergence"] for token in record["tokens"] if token["target"] and token["divergence"])
@@ -131,8 +127,7 @@ def write_samples(folder: Path, steps, text=TEXT, **changes) -> None:
             log.write([make_sample(text, step, rng, **changes)])
 
 
-def test_at_most_200_steps_are_shown(run_dir):
-    """In the order of steps, which the lines of the file do not have."""
+def test_a_page_shows_at_most_200_steps_and_a_bounded_number_of_tokens(run_dir):
     write_samples(run_dir, [*range(226, 451), *range(1, 226)], "a b")
     page = Page(write_report(run_dir))
     shown = [int(step) for step in re.findall(r"<summary>step (\d+)", page.source)]
@@ -140,9 +135,6 @@ def test_at_most_200_steps_are_shown(run_dir):
     assert shown[0] == 450
     assert {a - b for a, b in itertools.pairwise(shown)} <= {1, 2, 3}
     assert "200 of 450 recorded steps" in page.text
-
-
-def test_a_page_shows_a_bounded_number_of_tokens():
     chosen = run_files.shown_steps(dict.fromkeys(range(300), 2048))
     assert chosen[-1] == 299
     assert 15 <= len(chosen) <= run_files.TOKENS // 2048
@@ -151,12 +143,16 @@ def test_a_page_shows_a_bounded_number_of_tokens():
     assert len(of_step) == run_files.TOKENS // 512
 
 
-def test_a_long_completion_is_cut_with_a_mark(run_dir):
+def test_odd_completions(run_dir):
     write_samples(run_dir, [1], "word " * 600)
     page = Page(write_report(run_dir))
     length = json.loads((run_dir / "samples.jsonl").read_text())["length"]
     assert f"… {length - 512:,} more tokens" in page.text
     assert f"{length:,} tokens, ended by itself" in page.text
+    write_samples(run_dir, [1], "\ud800 x", prompt="\ud800")
+    write_report(run_dir)
+    write_samples(run_dir, [1], "", tokens=[], length=0, completion="", reward=None, advantage=None)
+    assert "0 tokens, ended by itself" in Page(write_report(run_dir)).text
 
 
 def test_staleness_counts_the_students_completions(run_dir):
@@ -169,13 +165,6 @@ def test_staleness_counts_the_students_completions(run_dir):
     assert staleness == {0: 2, 1: 1, 2: 1, 40: 1}
     rows = staleness_rows(staleness)
     assert [(name, count) for name, count, _ in rows if count] == [("0", 2), ("1", 1), ("2", 1), ("12 or more", 1)]
-
-
-def test_half_of_a_surrogate_pair_and_no_token(run_dir):
-    write_samples(run_dir, [1], "\ud800 x", prompt="\ud800")
-    write_report(run_dir)
-    write_samples(run_dir, [1], "", tokens=[], length=0, completion="", reward=None, advantage=None)
-    assert "0 tokens, ended by itself" in Page(write_report(run_dir)).text
 
 
 def test_compared_on_policy_runs_share_the_curves(run_dir, tmp_path):

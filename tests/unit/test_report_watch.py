@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from kit.config_cases import refused_calls
 from kit.report_runs import Page, make_run
 
 from stillhouse.cli import cli
@@ -64,15 +65,14 @@ def test_a_damaged_file_is_named_until_it_is_whole_again(server: ReportServer, r
     assert answer_of(server)[0] == 200
 
 
-def test_only_this_machine_by_its_name_gets_the_page(server: ReportServer) -> None:
+def test_only_this_machine_gets_the_page_of_a_run_on_a_free_port(
+    server: ReportServer, run_dir: Path, tmp_path: Path
+) -> None:
     assert server.server_address[0] == "127.0.0.1"
     status, text, _ = answer_of(server, Host="attacker.example")
     assert (status, "distilled" in text) == (403, False)
     assert answer_of(server, Host=f"localhost:{server.server_port}")[0] == 200
     assert answer_of(server, "/metrics.jsonl")[0] == 404
-
-
-def test_a_port_that_is_taken_and_a_folder_without_a_run(server: ReportServer, run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^--port: \d+ on 127\.0\.0\.1 cannot be used"):
         ReportServer(run_dir, port=server.server_port)
     with pytest.raises(ValueError, match="contains no run"):
@@ -109,22 +109,14 @@ def test_a_section_that_only_one_run_has_is_compared_once(tmp_path: Path) -> Non
         runs, ("{adapter: {lora: {r: 4}}, eval: 0.1}", "{adapter: null, eval: {a: x}}"), strict=True
     ):
         (run / "config.yaml").write_text(f"student: {text}\n")
-    assert config_differences(read_runs(runs)) == [
-        ("student.adapter.lora.r", ["4", "not set"]),
-        ("student.eval", ["0.1", "not set"]),
-        ("student.eval.a", ["not set", "x"]),
-    ]
+    names = ("student.adapter.lora.r", "student.eval", "student.eval.a")
+    values = (["4", "not set"], ["0.1", "not set"], ["not set", "x"])
+    assert config_differences(read_runs(runs)) == list(zip(names, values, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["b"], "got 2 runs, expected one; --compare"),
-        (["--watch", "--out", "a.html"], "--watch writes no file"),
-        (["--port", "3"], "--port has an effect only with --watch"),
-    ],
-)
-def test_options_that_do_not_fit(run_dir: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("options of report"))
+def test_options_that_do_not_fit(run_dir: Path, tmp_path: Path, call: str, message: str) -> None:
+    arguments = eval(call)
     (tmp_path / "b").mkdir()
     arguments = [str(tmp_path / "b") if argument == "b" else argument for argument in arguments]
     result = CliRunner().invoke(cli, ["report", str(run_dir), *arguments])
@@ -139,10 +131,8 @@ def test_the_teacher_and_named_sets_have_curves(run_dir: Path) -> None:
     page = Page(write_report(run_dir))
     first = page.data["charts"][0]
     assert first["sides"] == ["student", "teacher"]
-    assert [(series["side"], series["values"] == [3.0]) for series in first["series"]] == [
-        ("student", False),
-        ("teacher", True),
-    ]
+    shown = [(series["side"], series["values"] == [3.0]) for series in first["series"]]
+    assert shown == [("student", False), ("teacher", True)]
     titles = [chart["title"] for chart in page.data["charts"]]
     start = titles.index("Held out: code: Held-out cross-entropy")
     assert titles[start + 1] == "Held out: code: Held-out agreement"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from kit import first_is_quick
+from kit.config_cases import refused_calls
 from kit.on_policy_runs import write_on_policy_run
 from kit.runs import wait_for
 from kit.stub_servers import StubServer, stub_server
@@ -44,9 +45,7 @@ from stillhouse.serving.client.sglang import SglangApi
 from stillhouse.serving.client.vllm import VllmApi
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "vllm" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", first_is_quick(KINDS))
 def test_log_probabilities_are_those_of_the_version(student: Student, kind: str) -> None:
     handler, api, options = KINDS[kind]
     eos = tuple(range(0, VOCABULARY, 9))
@@ -93,9 +92,8 @@ def test_the_stub_answers_in_the_recorded_forms(student: Student, server: StubSe
         request = call["request"]
         if name == "reload":
             request["json"]["kwargs"]["weights_path"] = str(student.published(1))
-        answer = httpx2.request(
-            request["method"], server.url + request["path"], params=request["params"], json=request["json"] or {}
-        )
+        options = {"params": request["params"], "json": request["json"] or {}}
+        answer = httpx2.request(request["method"], server.url + request["path"], **options)
         assert answer.status_code == call["status"] == 200
         assert answer.json() == call["response"]
 
@@ -133,34 +131,12 @@ def test_sglangs_completions_under_way_are_written_again(student: Student) -> No
         student.assert_all_written(requests, futures, {2}, count=40)
 
 
-BEFORE, AMONG = "before the temperature, and the temperature is", "among the tokens that top_p, top_k and min_p leave"
 TIED = {"is_tied": True}
 
 
-@pytest.mark.parametrize(
-    ("options", "sampling", "api", "message"),
-    [
-        ({}, Sampling(8, temperature=0.7), {}, f"{BEFORE} 0.7"),
-        ({"processed": True}, Sampling(8, top_k=5), {}, AMONG),
-        ({"processed": True}, Sampling(8, temperature=0.7, top_p=0.9), {}, AMONG),
-        ({}, Sampling(8, temperature=0.7, min_p=0.1), {}, BEFORE),
-        ({}, Sampling(8), {}, ""),
-        ({"processed": True}, Sampling(8), {}, ""),
-        ({}, Sampling(8, top_k=5), {}, ""),
-        ({"processed": True}, Sampling(8, temperature=1.5), {}, ""),
-        ({"processed": True}, Sampling(8, temperature=0.3), {}, ""),
-        ({"processed": True}, Sampling(8, temperature=2.0), {}, ""),
-        ({}, Sampling(8, temperature=2.0), {}, f"{BEFORE} 2"),
-        ({}, Sampling(8, temperature=0.0), {}, ""),
-        ({"after_temperature": True}, Sampling(8, temperature=0.7, top_k=5), {}, ""),
-        ({"device": "cpu"}, Sampling(8), TIED, "is a vLLM on a CPU.*does not update an output head"),
-        ({"device": "cuda"}, Sampling(8), TIED, ""),
-        ({"device": None}, Sampling(8), TIED, "report"),
-    ],
-)
-def test_a_vllm_that_gives_other_log_probabilities_is_refused(
-    student: Student, options: dict[str, Any], sampling: Sampling, api: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("engines that generate"))
+def test_a_vllm_that_gives_other_log_probabilities_is_refused(student: Student, call: str, message: str) -> None:
+    options, sampling, api = eval(call)
     with stub_server(Vllm, student.folder / "model", **options) as server:
         if message:
             with pytest.raises(ValueError, match=message):
@@ -188,28 +164,20 @@ def test_a_run_with_a_tied_student_is_refused_before_its_first_step(tmp_path: Pa
             engine.close()
 
 
-def test_a_model_that_proves_nothing_is_refused(student: Student, server: StubServer) -> None:
-    with torch.no_grad():
-        server.model.model.get_output_embeddings().weight.zero_()
-    with pytest.raises(ValueError, match="its kind of log-probabilities cannot be proved"):
-        engine_of(server)
-
-
-def test_ids_outside_of_the_vocabulary_are_not_sent(server: StubServer, engine: ServedEngine) -> None:
+def test_requests_are_checked_and_may_ask_for_fewer_tokens(
+    server: StubServer, engine: ServedEngine, student: Student
+) -> None:
     before = len(server.requests)
     for ids in ([], [3, VOCABULARY], [-1]):
         with pytest.raises(ValueError, match="completion 7: its prompt has"):
             engine.generate([*requests_of(1), GenerationRequest(7, np.array(ids, np.int32), 0)])
     assert len(server.requests) == before
-
-
-def test_a_request_may_ask_for_fewer_tokens(student: Student, engine: ServedEngine) -> None:
     for most, count in ((3, 3), (99, 12)):
         requests = [replace(request, max_new_tokens=most) for request in requests_of(1)]
         student.assert_all_written(requests, engine.generate(requests), {1}, count)
 
 
-def test_what_is_not_published_is_refused(student: Student, server: StubServer) -> None:
+def test_what_is_not_published_proven_or_routed_is_refused(student: Student, server: StubServer) -> None:
     with closing(engine_of(server)) as engine:
         with pytest.raises(ValueError, match="expected update_weights first"):
             engine.generate(requests_of(1))
@@ -221,9 +189,6 @@ def test_what_is_not_published_is_refused(student: Student, server: StubServer) 
             with pytest.raises(ValueError, match=message):
                 engine.update_weights(1, folder)
     assert not [path for path, _ in server.requests if path.startswith("/pause")]
-
-
-def test_a_vllm_without_the_routes_is_refused(student: Student, server: StubServer) -> None:
     server.kind = type("Other", (Sglang,), {"get_v1_models": None})  # any server without these routes
     server.restart()
     with pytest.raises(ValueError, match=r"/v1/models names no model.*--enable-scale-out"):
@@ -233,11 +198,13 @@ def test_a_vllm_without_the_routes_is_refused(student: Student, server: StubServ
     message = r"/pause\?mode=keep failed: 404.*VLLM_SERVER_DEV_MODE=1"
     with closing(engine_of(server)) as engine, pytest.raises(ServerError, match=message):
         engine.update_weights(1, student.published(1))
+    with torch.no_grad():
+        server.model.model.get_output_embeddings().weight.zero_()
+    with pytest.raises(ValueError, match="its kind of log-probabilities cannot be proved"):
+        engine_of(server)
 
 
-def test_generating_returns_at_once_and_closing_ends_what_is_under_way(
-    server: StubServer, engine: ServedEngine
-) -> None:
+def test_generating_returns_at_once_and_closing_ends_it(server: StubServer, engine: ServedEngine) -> None:
     server.model.seconds = 0.5
     futures = engine.generate(requests_of(3))
     assert not any(future.done() for future in futures)
@@ -288,15 +255,12 @@ def test_adapters_are_changed_while_completions_are_under_way(student: Student, 
         student.assert_all_written(requests, futures, {2})
         student.assert_all_written(requests, engine.generate(requests), {3})
         wait_for(lambda: len(server.model.adapters) == 1)
-        assert not [
-            path for path, _ in server.requests if path.startswith(("/pause", "/collective_rpc", "/update_weights"))
-        ]
+        routes = ("/pause", "/collective_rpc", "/update_weights")
+        assert not [path for path, _ in server.requests if path.startswith(routes)]
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_run_drops_what_an_earlier_process_of_it_has_left_and_nothing_else(
-    student: Student, tmp_path: Path, kind: str
-) -> None:
+def test_a_run_drops_only_what_an_earlier_process_of_it_has_left(student: Student, tmp_path: Path, kind: str) -> None:
     version = Adapters(student, tmp_path).version(1, run="one")
     handler, api, options = KINDS[kind]
     with (

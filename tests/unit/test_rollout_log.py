@@ -35,9 +35,8 @@ def test_the_lines_of_both_files(tmp_path):
         log.add(4, "trainer", "update", 1.0, 2.5)
         assert lines(tmp_path / "timeline.jsonl") == []
         log.write([sample()])
-        assert lines(tmp_path / "timeline.jsonl") == [
-            {"step": 4, "lane": "trainer", "what": "update", "start": 1.0, "stop": 2.5}
-        ]
+        span = {"step": 4, "lane": "trainer", "what": "update", "start": 1.0, "stop": 2.5}
+        assert lines(tmp_path / "timeline.jsonl") == [span]
     assert lines(tmp_path / "samples.jsonl") == [
         {
             "step": 4, "prompt": "1+1=", "completion": "2", "length": 1, "reward": 1.0, "advantage": -0.5,
@@ -93,7 +92,6 @@ def test_a_file_that_is_removed_meanwhile_is_an_error(tmp_path):
 
 
 def test_the_trainers_spans_add_up_to_its_step(tmp_path):
-    """Also the time between its blocks, and waiting for completions of a later step."""
     with opened(tmp_path, 0, 10, 10, 11, 11, 13.5, 14, 14.5, 15) as log:
         log.begin_step(5)
         with log.trainer("wait for completions"):
@@ -107,13 +105,9 @@ def test_the_trainers_spans_add_up_to_its_step(tmp_path):
         assert log.end_step() == (5.0, 1.5)
     spans = [line for line in lines(tmp_path / "timeline.jsonl") if line["lane"] == "trainer"]
     spans.sort(key=lambda line: line["start"])
-    assert [(line["what"], line["start"], line["stop"]) for line in spans] == [
-        ("wait for completions", 10, 11),
-        ("train", 11, 13.5),
-        ("other work", 13.5, 14),
-        ("wait for the teacher", 14, 14.5),
-        ("other work", 14.5, 15),
-    ]
+    expected = [("wait for completions", 10, 11), ("train", 11, 13.5), ("other work", 13.5, 14)]
+    expected += [("wait for the teacher", 14, 14.5), ("other work", 14.5, 15)]
+    assert [(line["what"], line["start"], line["stop"]) for line in spans] == expected
     assert {line["step"] for line in spans} == {5}
 
 
@@ -140,9 +134,8 @@ def test_threads_lose_no_span(tmp_path):
         for thread in threads:
             thread.join()
     spans = lines(tmp_path / "timeline.jsonl")
-    assert sorted((line["what"], line["step"]) for line in spans) == [
-        (str(n), i) for n in range(4) for i in range(300)
-    ]
+    every = [(str(n), i) for n in range(4) for i in range(300)]
+    assert sorted((line["what"], line["step"]) for line in spans) == every
 
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):

@@ -18,15 +18,7 @@ from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.agents.replies import TextReplies
 from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, POLICY_VERSION
-from stillhouse.rollout import (
-    Completion,
-    RolloutQueue,
-    Sample,
-    Samples,
-    SourceSettings,
-    TargetRules,
-    step_documents,
-)
+from stillhouse.rollout import Completion, RolloutQueue, Sample, Samples, SourceSettings, TargetRules, step_documents
 from stillhouse.rollout.plan import RolloutSchedule
 from stillhouse.rollout.queue import require_versions
 from stillhouse.rollout.reward import mean_and_deviation, rewards_are_equal, with_advantages
@@ -103,10 +95,7 @@ def test_a_step_can_be_taken_while_the_one_before_is_trained() -> None:
         if step + 1 < STEPS and queue.is_ready(step + 1):
             early[step + 1] = queue.take(step + 1)
         kept = numbers(queue.state().samples)
-        assert set(kept) >= {
-            *numbers(samples),
-            *(number for rollouts in early.values() for number in numbers(rollouts)),
-        }
+        assert {*kept} >= {*numbers(samples)}.union(*map(numbers, early.values()))
         assert len(kept) == len(set(kept))
         assert {rollout.number // SAMPLES for rollout in samples} == set(queue.plan.groups(step))
         trained += numbers(samples)
@@ -164,8 +153,6 @@ def test_a_turn_that_arrives_before_a_checkpoint_gets_its_reply_after_it() -> No
 
 
 class EngineInJob(LateEngine):
-    """Generates before it returns."""
-
     def start(self, queue: RolloutQueue) -> None:
         queue.start(0)
         while requests := queue.samples.next_requests():
@@ -214,12 +201,17 @@ def test_async_trains_on_what_is_finished_first_as_far_as_the_bound_allows() -> 
             assert {rollout.number // SAMPLES for rollout in samples} == set(queue.plan.groups(2))
 
 
-def test_each_epoch_has_every_prompt_once() -> None:
+def test_a_plan_has_every_prompt_once_an_epoch_and_seeds_that_are_those_of_the_run() -> None:
     plan = one_source_plan(PROMPTS, 5, 4, SAMPLES, seed=3)
     starts = range(0, 3 * PROMPTS, PROMPTS)
     epochs = {tuple(plan.group(start + group).prompt for group in range(PROMPTS)) for start in starts}
     assert all(sorted(prompts) == list(range(PROMPTS)) for prompts in epochs)
     assert len(epochs) == 3
+    seeds = [plan.sample_seed(sample, turn) for sample in range(50) for turn in range(3)]
+    assert len(set(seeds)) == 150
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert plan.sample_seed(7, 1) == one_source_plan(1, 0, 9, 2, seed=3).sample_seed(7, 1)
+    assert plan.sample_seed(7, 1) != one_source_plan(PROMPTS, 5, 4, SAMPLES, seed=4).sample_seed(7, 1)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.75, 1.0])
@@ -233,22 +225,9 @@ def test_the_share_is_exact_over_many_steps_and_each_step_has_as_many_completion
     assert not counts or max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_seeds_differ_by_sample_and_turn_and_are_those_of_the_run() -> None:
-    plan = one_source_plan(PROMPTS, 0, 4, SAMPLES, seed=3)
-    seeds = [plan.sample_seed(sample, turn) for sample in range(50) for turn in range(3)]
-    assert len(set(seeds)) == 150
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert plan.sample_seed(7, 1) == one_source_plan(1, 0, 9, 2, seed=3).sample_seed(7, 1)
-    assert plan.sample_seed(7, 1) != one_source_plan(PROMPTS, 0, 4, SAMPLES, seed=4).sample_seed(7, 1)
-
-
-def sample(
-    number: int, reward: float | None = None, versions: Sequence[int] = (0, 0), finish: Any = "stop"
-) -> Sample:
-    ids_N = np.arange(10, 10 + len(versions), dtype=np.int32)
-    versions_N = np.array(versions, dtype=np.int32)
-    log_probs_N = -np.arange(len(versions), dtype=np.float32)
-    completion = Completion(ids_N, log_probs_N, versions_N, finish)
+def sample(number: int, reward: Any = None, versions: Sequence[int] = (0, 0), finish: Any = "stop") -> Sample:
+    ids_N, versions_N = np.arange(10, 10 + len(versions), dtype=np.int32), np.array(versions, dtype=np.int32)
+    completion = Completion(ids_N, 10 - ids_N.astype(np.float32), versions_N, finish)
     return Sample(number, number % PROMPTS, completion, reward)
 
 
@@ -309,7 +288,6 @@ DIFFERENT = [
 @pytest.mark.parametrize("deviation", ["population", "sample"])
 @pytest.mark.parametrize("rewards", EQUAL + DIFFERENT, ids=str)
 def test_advantages_are_those_of_exact_arithmetic(rewards: list[float], deviation: str) -> None:
-    """Also for rewards whose spread is much smaller than the rewards themselves."""
     assert rewards_are_equal(rewards) == (rewards in EQUAL)
     for how in ("centered", "normalized"):
         if how == "normalized" and rewards in EQUAL:
@@ -336,23 +314,16 @@ def test_the_documents_of_a_step() -> None:
     object.__setattr__(dataset, "targets_N", targets_N)
     rules = TargetRules(mask_truncated=True, position_decay=0.5)
     documents = step_documents(all_prompts, samples, rules, dataset, [1])
-    assert [documents.tokens(number).tolist() for number in range(3)] == [
-        [*all_prompts.tokens(0), 10, 11, 12],
-        [*all_prompts.tokens(1), 10, 11],
-        dataset.tokens(1).tolist(),
-    ]
+    texts = [[*all_prompts.tokens(0), 10, 11, 12], [*all_prompts.tokens(1), 10, 11], dataset.tokens(1).tolist()]
+    assert [documents.tokens(number).tolist() for number in range(3)] == texts
     prompt = len(all_prompts.tokens(0))
     assert documents.targets(0).tolist() == [False] * prompt + [True, False, True]  # the environment's token
     assert not documents.targets(1).any()  # it was cut
     assert documents.targets(2).tolist() == [False, True]
     assert documents.part(documents.weights_N, 0)[prompt:].tolist() == [1.0, 0.5, 0.25]  # type: ignore[arg-type]
     of_first = {name: documents.part(each_N, 0)[prompt:].tolist() for name, each_N in documents.per_token.items()}
-    assert of_first == {
-        ADVANTAGES: [0.5] * 3,
-        OLD_LOG_PROBS: [0.0, -1.0, -2.0],
-        IS_SAMPLED: [1.0] * 3,
-        POLICY_VERSION: [2.0, -1.0, 3.0],
-    }
+    expected = {ADVANTAGES: [0.5] * 3, OLD_LOG_PROBS: [0.0, -1.0, -2.0], IS_SAMPLED: [1.0] * 3}
+    assert of_first == expected | {POLICY_VERSION: [2.0, -1.0, 3.0]}
     assert not documents.part(documents.per_token[IS_SAMPLED], 2).any()
     assert documents.sources[:2] == ["train.jsonl:1 (sample 0)", "train.jsonl:2 (sample 8)"]
     vanishing = step_documents(all_prompts, samples, TargetRules(position_decay=1e-30), dataset, [1])

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.config_cases import refused_calls
 from kit.on_policy_runs import one_source_plan
 
 from stillhouse.config import RolloutConfig
@@ -24,12 +25,9 @@ def sample(number: int, versions: Sequence[int] = (0, 0), finish: Any = "stop", 
 
 
 def test_turns_and_calls_are_means_over_samples_and_errors_a_share_of_calls() -> None:
-    samples = [
-        sample(0, (0, -1, -1, 2, 2, -1, 3), tool_calls=3, tool_errors=1),
-        sample(1, (0, -1), tool_calls=1, tool_errors=1),
-        sample(2),
-        sample(3, finish="length"),
-    ]
+    called = [sample(0, (0, -1, -1, 2, 2, -1, 3), tool_calls=3, tool_errors=1)]
+    called.append(sample(1, (0, -1), tool_calls=1, tool_errors=1))
+    samples = [*called, sample(2), sample(3, finish="length")]
     assert [one.turns for one in samples] == [3, 1, 1, 1]
     assert turn_statistics(samples, [TOOLS]) == {"turns": 1.5, "tool_calls": 1.0, "tool_errors": 0.5}
     assert turn_statistics(samples[2:], [TOOLS]) == {"turns": 1.0, "tool_calls": 0.0}
@@ -47,7 +45,6 @@ def test_a_prompt_whose_rewards_are_equal_has_no_signal() -> None:
 
 
 def test_samples_jsonl_has_all_completions_of_some_prompts() -> None:
-    """Three prompts with 2 completions each, or a source with 3 completions beside another one with 1."""
     samples = [sample(number) for number in range(6)]
     shown = {most: shown_numbers(samples, PLAN, 0, most) for most in (0, 1, 2, 3, 4, 6)}
     assert shown == {0: [], 1: [0], 2: [0, 1], 3: [0, 1], 4: [0, 1, 2, 3], 6: [0, 1, 2, 3, 4, 5]}
@@ -58,35 +55,9 @@ def test_samples_jsonl_has_all_completions_of_some_prompts() -> None:
     assert shown_numbers([], PLAN, 1, 4) == []
 
 
-@pytest.mark.parametrize(
-    ("rollout", "samples", "words"),
-    [
-        (
-            TOOLS,
-            [sample(0), sample(1, finish="length")],
-            "none of the 10 completions of the last 5 steps has called one of rollout.tools (5 of them are cut at",
-        ),
-        (
-            GAME,
-            [sample(0), sample(1)],
-            "none of the 10 completions of the last 5 steps has had a reply of rollout.env",
-        ),
-        (RolloutConfig(), [sample(0, finish="length")] * 2, "all 10 completions of the last 5 steps are cut at"),
-        (
-            RolloutConfig(reward="a:f"),
-            [sample(number, reward=0.5) for number in range(4)],
-            "in the last 5 steps, all completions of a prompt had the same reward, on average 0.5 in the last step",
-        ),
-        (RolloutConfig(reward="a:f"), [sample(number, reward=8e6 + number % 2) for number in range(4)], ""),
-        (TOOLS, [sample(0), sample(1, (0, -1, 0), tool_calls=1)], ""),
-        (GAME, [sample(0), sample(1, (0, -1, 0))], ""),
-        (RolloutConfig(), [sample(0), sample(1, finish="length")], ""),
-    ],
-    ids=range(8),
-)
-def test_a_warning_comes_once_after_some_steps(
-    capsys: pytest.CaptureFixture[str], rollout: RolloutConfig, samples: list[Sample], words: str
-) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("warnings of samples"))
+def test_a_warning_comes_once_after_some_steps(capsys: pytest.CaptureFixture[str], call: str, words: str) -> None:
+    rollout, samples = eval(call)
     warnings = RolloutWarnings(PLAN, [rollout])
     cut = sum(one.completion.finish == "length" for one in samples) / len(samples)
     metrics = {"rollout/completion_tokens": 2.0, "rollout/truncated": cut, "rollout/reward": 0.5}
@@ -110,7 +81,5 @@ def test_calls_that_take_most_of_a_step_cause_one_hint(capsys: pytest.CaptureFix
     for _ in range(2):
         warnings.watch_calls(times, 4.0)
     printed = capsys.readouterr().out
-    assert printed.startswith(
-        "warning: 20 calls of rollout.reward, rollout.tools, one after the other, took 2.5 s of"
-    )
+    assert printed.startswith("warning: 20 calls of rollout.reward, rollout.tools, one after the other, took 2.5 s")
     assert printed.count("\n") == 1

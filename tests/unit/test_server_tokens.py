@@ -42,9 +42,7 @@ def test_a_reward_server_gets_its_own_token_or_none(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("variable", [None, "TEACHER"])
-def test_a_teachers_server_gets_the_token_of_its_section(
-    monkeypatch: pytest.MonkeyPatch, variable: str | None
-) -> None:
+def test_a_teacher_gets_the_token_of_its_section(monkeypatch: pytest.MonkeyPatch, variable: str | None) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     monkeypatch.setenv("TEACHER", "token-of-teacher")
     with hostile_server(body(b"", status=401)) as (url, headers):
@@ -88,9 +86,7 @@ def test_one_token_for_several_models_is_refused_unless_it_is_named(monkeypatch:
     ("value", "problem"),
     [(None, "is not set"), ("", "is not set"), ("s3cret\r\nX: 1", "has spaces"), ("s3crét", "has spaces")],
 )
-def test_a_value_that_is_no_token_is_refused_without_showing_it(
-    monkeypatch: pytest.MonkeyPatch, value: str | None, problem: str
-) -> None:
+def test_what_is_no_token_is_not_shown(monkeypatch: pytest.MonkeyPatch, value: str | None, problem: str) -> None:
     monkeypatch.delenv("MINE", raising=False)
     if value is not None:
         monkeypatch.setenv("MINE", value)

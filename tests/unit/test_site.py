@@ -46,20 +46,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pages() -> Iterator[tuple[Path, str]]:
-    """Yield each page of the repository and its place on the site."""
     for path in (*sorted(ROOT.glob("[!R]*.md")), *sorted((ROOT / "docs").rglob("*.md"))):
         yield path, f"{path.relative_to(ROOT).with_suffix('')}/index.html"
     yield ROOT / "README.md", "index.html"
 
 
-def test_every_page_is_on_the_site_with_all_of_its_tables(site: Path) -> None:
+def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site: Path) -> None:
     for path, place in pages():
         html = (site / place).read_text()
         without_code = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
         assert html.count("<table") == len(re.findall(r"^ *\|(?: *:?-+:? *\|)+$", without_code, re.MULTILINE)), path
-
-
-def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     loaded = [
         tag
         for path in site.rglob("*.html")
@@ -67,9 +63,6 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
         if re.search(r"(?:src|href)=[\"']?(?:https?:)?//", tag)
     ]
     assert not loaded
-
-
-def test_the_search_finds_words_of_the_glossary(site: Path) -> None:
     documents = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     (glossary,) = (page for page in documents if page["location"] == "docs/glossary/" and page["text"])
     rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")][2:]
@@ -143,7 +136,6 @@ def test_the_records_of_the_quick_start_are_read(tmp_path: Path) -> None:
 
 
 def test_the_navigation_has_every_page() -> None:
-    """So that a page which is added is also found."""
     listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert listed == {str(path.relative_to(ROOT)) for path, _ in pages()}
     assert yaml.safe_load((ROOT / "mkdocs.yml").read_text())["theme"]["font"] is False

@@ -4,16 +4,17 @@ B rows of two documents each, S tokens per row, T = B·S.
 """
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from kit import processor_cases
+from kit.config_cases import refused_calls
 from kit.objective_cases import generator
-from kit.processor_cases import LABELS_BS, LABELS_T, POSITIONS_BS, SOME_T, B, S, T, at_depth
+from kit.processor_cases import LABELS_BS, LABELS_T, POSITIONS_BS, B, S, T
 
 from stillhouse.engine.loss import StepLoss
-from stillhouse.models.processors import DistillTargets, PolicyTargets, Targets, cross_entropy, selected_log_probs
+from stillhouse.models import processors
+from stillhouse.models.processors import DistillTargets, Targets
 from stillhouse.objective import TEACHER, DenseLogits
 from stillhouse.objective.spec import parse_objective
 
@@ -53,27 +54,8 @@ def test_shift_for_mtp_stays_within_documents() -> None:
         assert torch.equal(cut, uncut[index_T])
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: PolicyTargets(LABELS_BS, old_log_probs_T=SOME_T), f"advantages_T {MISSING}"),
-        (lambda: PolicyTargets(LABELS_BS, advantages_T=SOME_T), f"old_log_probs_T {MISSING}"),
-        (
-            lambda: at_depth(cross_entropy(), Targets(LABELS_BS)),
-            "depth 1 of multi-token prediction is missing in targets with 0 MTP depths: expected",
-        ),
-        (
-            lambda: at_depth(selected_log_probs(), Targets(LABELS_BS).shift_for_mtp(POSITIONS_BS, 2), 3),
-            "targets with 2 MTP depths: expected targets.shift_for_mtp(position_ids, 3)",
-        ),
-        (lambda: at_depth(DISTILLATION, DistillTargets(LABELS_BS)), "depth 1 of multi-token prediction"),
-        (
-            lambda: Targets(LABELS_BS).shift_for_mtp(POSITIONS_BS[:, 1:], 1),
-            "position_ids of shape (2, 16) for 34 labels: expected [B, S] with B·S labels",
-        ),
-    ],
-    ids=["advantages", "old", "ahead", "further", "taught", "rows"],
-)
-def test_errors(make: Callable[[], Any], message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("targets"))
+def test_errors(call: str, message: str) -> None:
+    make = eval(call, vars(processors) | vars(processor_cases) | globals())
     with pytest.raises(ValueError, match=re.escape(message)):
         make()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kit.config_cases import load
+from kit.config_cases import load, refused_calls
 from kit.toy_tokenizer import toy_tokenizer
 
 from benchmarks.task_models import character_tokenizer, new_model
@@ -66,10 +66,8 @@ def test_answers_are_right_and_lengths_take_turns(task: str, held_out: bool) -> 
 def test_no_problem_is_in_both_splits(task: str) -> None:
     """With short problems, of which few exist, so that both splits would meet if they could."""
     spec = TaskSpec(task, SHORTEST, SHORTEST)
-    train, held_out = (
-        {problem(spec, seed, number, held_out=of_split).prompt for seed in range(3) for number in range(700)}
-        for of_split in (False, True)
-    )
+    prompts = [(seed, number) for seed in range(3) for number in range(700)]
+    train, held_out = ({problem(spec, *of, held_out=split).prompt for of in prompts} for split in (False, True))
     assert not train & held_out
     assert all(is_held_out(task, prompt) is (prompt in held_out) for prompt in train | held_out)
     # nearly all problems that exist have been drawn, so the sizes are those of the splits
@@ -88,21 +86,9 @@ def test_the_reward_is_one_for_the_answer_alone(completion: str, reward: float) 
         assert exact_match("3+14-5=", completion, record) == reward
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("sum", "got task 'sum', expected one of sums, reversal, brackets"),
-        ("sums(", r"got task 'sums\(', expected a name, or a name with lengths"),
-        ("sums()", "got lengths '' for task sums, expected shortest:longest"),
-        ("sums(3)", "got lengths '3' for task sums"),
-        ("sums(-2:3)", "got lengths '-2:3'"),
-        ("sums(4:2)", "got lengths 4:2 for task sums, expected a range from 2 to 256"),
-        ("sums(1:4)", "got lengths 1:4"),
-        ("brackets(2:257)", "got lengths 2:257"),
-        ("nosuch(2:4)", "got task 'nosuch'"),
-    ],
-)
-def test_a_wrong_task_is_refused(text: str, message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("tasks"))
+def test_a_wrong_task_is_refused(call: str, message: str) -> None:
+    text = eval(call)
     with pytest.raises(ValueError, match=message):
         TaskSpec.parse(text)
     with pytest.raises(ConfigError, match=f"eval.tasks: {message}"):
@@ -132,33 +118,11 @@ def test_the_file_is_training_data(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "50 problems" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        ("task sum --count 5 --out x", 2, "'sum' is not one of 'sums', 'reversal', 'brackets'"),
-        ("task sums --count 0 --out x", 2, "0 is not in the range x>=1"),
-        ("task sums --out x", 2, "Missing option '--count'"),
-        ("task sums --count 5 --seed 4294967296 --out x", 2, "is not in the range"),
-        ("task sums --count 5 --lengths 2-4 --out x", 1, "got lengths '2-4' for task sums"),
-        ("task sums --count 5 --out no/x", 1, "no is not a folder: expected an existing folder for x"),
-        (
-            "task sums --count 5 --out a.parquet",
-            1,
-            "got --out a.parquet for task sums: expected the name of a JSONL file",
-        ),
-        ("task sums --count 5 --out mine", 1, "mine exists: expected the name of a new file"),
-        ("evaluate . --tasks ,", 2, "--tasks names no task"),
-        ("evaluate nowhere --tasks x", 2, "Directory 'nowhere' does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), refused_calls("commands of tasks"))
 def test_wrong_calls(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: str,
-    code: int,
-    message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: str, message: str
 ) -> None:
+    arguments, code = eval(call)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").write_text("mine")
     assert cli.run(arguments.split()) == code
@@ -166,9 +130,7 @@ def test_wrong_calls(
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"mine": "mine"}
 
 
-def test_evaluating_without_the_extra_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.run(["evaluate", str(tmp_path), "--tasks", "hellaswag"]) == 1
     assert "lm_eval not installed; pip install 'stillhouse[lm-eval]'" in capsys.readouterr().err
@@ -203,7 +165,6 @@ def test_the_harness_evaluates_a_model(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_prompt_has_the_tokens_that_it_has_in_training(tmp_path: Path) -> None:
-    """Also if the tokenizer puts special tokens on both ends."""
     tokenizer, spec = toy_tokenizer(adds_bos=True, adds_eos=True), TaskSpec.of("brackets")
     problems = [problem(spec, 5, number, held_out=True) for number in range(30)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(problem.record("brackets")) + "\n" for problem in problems))
@@ -242,14 +203,8 @@ def test_figures_by_task_and_length() -> None:
             completions.append(completion_of(*ids, ending, finish="stop" if is_right else "length"))
         return completions
 
-    assert evaluate_tasks(generate, tokenizer, ["sums(2:4)", "reversal(2:3)"], 12, seed=0) == {
-        "eval/exact_match/sums": 0.5,
-        "eval/exact_match/sums/length_2": 0.5,
-        "eval/exact_match/sums/length_3": 0.5,
-        "eval/exact_match/sums/length_4": 0.5,
-        "eval/exact_match/reversal": 0.5,
-        "eval/exact_match/reversal/length_2": 1.0,
-        "eval/exact_match/reversal/length_3": 0.0,
-        "eval/tasks_truncated": 0.5,
-    }
+    halves = ("sums", "sums/length_2", "sums/length_3", "sums/length_4", "reversal")
+    expected = {f"eval/exact_match/{name}": 0.5 for name in halves} | {"eval/tasks_truncated": 0.5}
+    expected |= {"eval/exact_match/reversal/length_2": 1.0, "eval/exact_match/reversal/length_3": 0.0}
+    assert evaluate_tasks(generate, tokenizer, ["sums(2:4)", "reversal(2:3)"], 12, seed=0) == expected
     assert evaluate_tasks(generate, tokenizer, [], 12, seed=0) == {}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from kit import first_is_quick
+from kit.config_cases import refused_calls
 from kit.faulty_proxy import proxy_to
 from kit.runs import save_model, session_of, write_run
 from kit.stub_servers import StubHandler, StubModel, StubServer, busy, reset, stub_server
@@ -53,7 +54,6 @@ def server(folder: Path) -> Iterator[StubServer]:
 
 @pytest.fixture
 def other(folder: Path) -> Iterator[StubServer]:
-    """A server of another teacher."""
     with stub_server(Vllm, folder / "other") as running:
         yield running
 
@@ -63,7 +63,7 @@ def settings(folder: Path, server: StubServer) -> dict[str, Any]:
     return {"teacher.url": server.url, "teacher.model": str(folder / "teacher"), "teacher.timeout": 5.0}
 
 
-def test_a_recorded_answer_of_vllms_pooling_is_read() -> None:
+def test_recorded_answers_of_vllm_are_read() -> None:
     document = DocumentRows(TOKENS, range(2, 6))
     [call] = VllmApi().calls(ServerInfo("", "t"), SignalSpec("hidden", "bfloat16"), 128, [document])
     headers = json.loads((RECORDED / "pool_bytes.headers.json").read_text())
@@ -74,9 +74,6 @@ def test_a_recorded_answer_of_vllms_pooling_is_read() -> None:
     assert torch.equal(signal["hidden"], hidden_SE[2:6])
     with pytest.raises(ValueError, match="bytes for"):
         call.parse(HttpAnswer(200, content[:-2], {"metadata": headers["metadata"]}))
-
-
-def test_a_recorded_answer_of_vllms_prompt_logprobs_is_read() -> None:
     recorded = json.loads((RECORDED / "compl_prompt_logprobs.json").read_text())
     spec = SignalSpec("top_k", "float32", 2, 1.0)
     document = DocumentRows(TOKENS, range(1, 5))
@@ -96,7 +93,6 @@ def test_a_recorded_answer_of_vllms_prompt_logprobs_is_read() -> None:
 
 def test_the_stub_answers_in_the_recorded_forms(server: StubServer) -> None:
     def names(value: Any) -> Any:
-        """The structure of what the client reads."""
         choice = value["choices"][0]
         return [None if row is None else sorted(next(iter(row.values()))) for row in choice["prompt_logprobs"][:2]]
 
@@ -111,16 +107,11 @@ def test_the_stub_answers_in_the_recorded_forms(server: StubServer) -> None:
 @pytest.mark.parametrize(
     ("kind", "signal", "temperature"),
     [
-        (Vllm, "hidden", 2.0),
-        (Sglang, "hidden", 1.0),
-        (Vllm, "top_k", 1.0),
-        (Sglang, "top_k", 1.0),
+        *((Vllm, "hidden", 2.0), (Sglang, "hidden", 1.0), (Vllm, "top_k", 1.0), (Sglang, "top_k", 1.0)),
         (Vllm, "chosen", 1.0),
     ],
 )
-def test_an_engines_signals_give_the_gradients_of_the_teacher_in_the_job(
-    folder: Path, kind: type[StubHandler], signal: str, temperature: float
-) -> None:
+def test_signals_give_the_gradients(folder: Path, kind: type[StubHandler], signal: str, temperature: float) -> None:
     here = {"objective.temperature": temperature}
     with stub_server(kind, folder / "teacher") as server:
         served = here | {"teacher.url": server.url, "teacher.signal": signal, "teacher.top_k": 7}
@@ -134,63 +125,25 @@ def test_an_engines_signals_give_the_gradients_of_the_teacher_in_the_job(
 
 
 @pytest.mark.parametrize("wrong", first_is_quick(["shifted", "few", "pickle", "above one"]))
-def test_wrong_scores_of_chosen_ids_are_refused(
-    folder: Path, settings: dict[str, Any], wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_scores(folder: Path, settings: dict[str, Any], wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def saved(file: Any, array: np.ndarray, **_: Any) -> None:
         changed = {
-            "shifted": lambda: np.roll(array, 1, 0),
-            "few": lambda: array[:, 1:],
-            "pickle": lambda: array.astype(object),
-            "above one": lambda: array * 0,
+            **{"shifted": lambda: np.roll(array, 1, 0), "few": lambda: array[:, 1:]},
+            **{"pickle": lambda: array.astype(object), "above one": lambda: array * 0},
         }[wrong]()
         save(file, changed, allow_pickle=True)
 
     save = np.save
     monkeypatch.setattr(np, "save", saved)
-    message = {"shifted": "gives chosen ids other log-probabilities than", "few": "expected one number for each"}.get(
-        wrong, ""
-    )
+    messages = {"shifted": "gives chosen ids other log-probabilities than", "few": "expected one number for each"}
+    message = messages.get(wrong, "")
     with pytest.raises(ConfigError, match=f"teacher.url: .*{message}"):
         session_of(folder, cached=True, **settings | CHOSEN)
 
 
-#: without teacher.model, unless the case names it: the options of the server, settings and the message
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a temperature that the engine ignores": (
-        {},
-        TOP_K | {"objective.temperature": 2.0},
-        "gives top_k only at temperature 1, whatever it is asked for; the objective has temperature 2",
-    ),
-    "a cap below K": ({}, {"teacher.signal": "top_k", "teacher.top_k": 65}, "greater than max allowed: 64"),
-    "hidden states without the head": ({}, {}, "teacher.model: is missing: the signal hidden from vllm needs"),
-    "samples": (
-        {},
-        {"teacher.signal": "sampled"},
-        "(vllm) cannot give the signal sampled: expected chosen or hidden or",
-    ),
-    "chosen ids without the size of the vocabulary": (
-        {},
-        CHOSEN,
-        "teacher.model: is missing: the signal chosen from vllm needs",
-    ),
-    "a vllm that scores no chosen ids": (
-        {"scores_ids": False},
-        CHOSEN | {"teacher.model": "teacher"},
-        "requires the V2 model runner",
-    ),
-    "another engine than is said": ({}, {"teacher.api": "stillhouse"}, "/v1/info answers 404"),
-    "an engine without a tokenizer and without the model": (
-        {"tokenizes": False},
-        TOP_K,
-        "does not report its tokenizer",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", list(REFUSED))
-def test_what_vllm_cannot_give_is_refused(folder: Path, case: str) -> None:
-    options, settings, message = REFUSED[case]
+@pytest.mark.parametrize(("call", "message"), refused_calls("engines of teachers"))
+def test_what_vllm_cannot_give_is_refused(folder: Path, call: str, message: str) -> None:
+    options, settings = eval(call)
     if "teacher.model" in settings:
         settings = settings | {"teacher.model": str(folder / "teacher")}
     with (
@@ -220,18 +173,14 @@ WRONG_STATES: dict[str, tuple[Callable[[StubModel, list[int]], Tensor], str]] = 
 
 
 @pytest.mark.parametrize("case", list(WRONG_STATES))
-def test_wrong_hidden_states_are_refused_without_the_teachers_weights(
-    folder: Path, server: StubServer, settings: dict[str, Any], case: str
-) -> None:
+def test_wrong_hidden_states(folder: Path, server: StubServer, settings: dict[str, Any], case: str) -> None:
     states, message = WRONG_STATES[case]
     server.model.change(hidden_SE=partial(states, server.model))
     with pytest.raises(ConfigError, match=message):
         session_of(folder, cached=True, **settings | {"teacher.prove": "never"})
 
 
-def test_a_run_is_not_resumed_with_another_teacher(
-    folder: Path, settings: dict[str, Any], other: StubServer, tmp_path: Path
-) -> None:
+def test_a_run_keeps_its_teacher(folder: Path, settings: dict[str, Any], other: StubServer, tmp_path: Path) -> None:
     """vLLM does not tell who its teacher is, so the run's folder has what it answered at the start."""
     out = tmp_path / "out"
     settings |= {"teacher.prove": "never", "out": str(out)}
@@ -267,9 +216,7 @@ def test_no_answer_of_a_returned_server_is_used_before_it_is_proven(
         session.close()
 
 
-def test_another_model_than_the_named_one_is_refused(
-    folder: Path, settings: dict[str, Any], other: StubServer
-) -> None:
+def test_another_model_than_named_is_refused(folder: Path, settings: dict[str, Any], other: StubServer) -> None:
     """The weights of teacher.model are here, so the server is compared with them."""
     settings |= {"teacher.url": other.url}
     with pytest.raises(ConfigError, match="and the model in this process give different signals"):

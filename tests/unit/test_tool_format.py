@@ -1,19 +1,30 @@
 """Calls of tools: formats proven for the chat template, errors that the model reads, replies that forge nothing."""
 
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from kit import slow
+from kit.config_cases import refused_calls
 from kit.on_policy_runs import episodic
-from kit.template_messages import HARMONY, HERMES, LLAMA, TEMPLATES, XML, add, echo, find, tool_tokenizer
+from kit.template_messages import (
+    HARMONY,
+    HERMES,
+    LLAMA,
+    TEMPLATES,
+    XML,
+    add,
+    chat_templates,
+    echo,
+    find,
+    tool_tokenizer,
+)
 from transformers.utils import get_json_schema
 
 from stillhouse.agents.episodes import Episodes, Tools
 from stillhouse.agents.replies import ToolReplies
-from stillhouse.agents.tool_format import UNKNOWN, ToolCall, ToolFormat
+from stillhouse.agents.tool_format import UNKNOWN, ToolCall, ToolFormat  # noqa: F401 (messages.yaml)
 from stillhouse.rollout.turns import SampleTurns, done
 from stillhouse.user_code.function_calls import CallLostError
 
@@ -38,11 +49,8 @@ def test_a_format_is_proven_by_the_templates_calls(title: str) -> None:
 
 @pytest.mark.parametrize("name", [slow(name) for name in OF_TRL])
 def test_templates_of_families(name: str) -> None:
-    """Read from the installed TRL."""
-    trl = pytest.importorskip("trl")
-    source = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
     added = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<end_of_turn>", "<|end|>")
-    tokenizer = tool_tokenizer(source, *added, "<|observation|>")
+    tokenizer = tool_tokenizer(chat_templates()[name], *added, "<|observation|>")
     if OF_TRL[name]:
         assert ToolFormat(tokenizer, SCHEMAS).title.startswith(OF_TRL[name])
     else:
@@ -50,34 +58,9 @@ def test_templates_of_families(name: str) -> None:
             ToolFormat(tokenizer, SCHEMAS)
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (HERMES.replace("tool_call>", "call>"), "is parsed as [], and none of the 7 formats parses all calls"),
-        (
-            HERMES.replace("call.function.arguments | tojson", "'{}'"),
-            "does not write a call of 'add' with its argument",
-        ),
-        (HERMES.replace("tojson + '}'", "tojson | replace('12', '13') + '}'"), "'a': -13"),
-        (HERMES.replace("+ message.content +", "+ 'hidden' +"), "does not write the replies of tools after"),
-        (
-            HERMES.replace("{{ '\n</tool_call>' }}", "{{ '\n</tool_call>' }}{{ ' ' if messages | length > 2 }}"),
-            "if a reply fol",
-        ),
-        (
-            HERMES.replace(
-                "{% if add_generation_prompt %}", "{% if add_generation_prompt and messages | length < 3 %}"
-            ),
-            "after a reply, and not with its generation prompt",
-        ),
-        (
-            HERMES.replace("{{ '<|im_end|>\n' }}{% endif %}{% endfor %}", "{{ '.\n' }}{% endif %}{% endfor %}"),
-            "a special token at its end",
-        ),
-    ],
-    ids=range(7),
-)
-def test_a_template_that_is_not_proven_is_refused(template: str, words: str) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("templates of calls"))
+def test_a_template_that_is_not_proven_is_refused(call: str, words: str) -> None:
+    template = eval(call)
     with pytest.raises(ValueError, match=r"expected a data.chat_template whose tool calls can be parsed") as raised:
         ToolFormat(tool_tokenizer(template), SCHEMAS)
     assert words in str(raised.value)
@@ -100,56 +83,24 @@ def test_the_tokenizers_own_response_template_is_used() -> None:
     assert tools.calls(CALL.replace("tool_call>", "call>")) == [ToolCall("add", {"a": 2, "b": 2})]
 
 
-@pytest.mark.parametrize(
-    ("turn", "expected"),
-    [
-        (CALL, [ToolCall("add", {"a": 2, "b": 2})]),
-        (f"I will add.\n{CALL}\n{CALL}", 2 * [ToolCall("add", {"a": 2, "b": 2})]),
-        ("It is 4.", []),
-        (f"<think>{CALL}</think>It is 4.", []),
-        ('<tool_call>{"name": "add", "arguments": {}}', [ToolCall("add", {})]),
-        (
-            '<tool_call>{"name": "add", "arg</tool_call>',
-            [ToolCall(UNKNOWN, {}, "the call cannot be parsed (json parser")],
-        ),
-        ("</tool_call> <tool_call>", [ToolCall(UNKNOWN, {}, "the call cannot be parsed")]),
-        (
-            '<tool_call>{"name": "sub"}</tool_call>',
-            [ToolCall(UNKNOWN, {}, "there is no tool 'sub': expected add, find, echo")],
-        ),
-        (
-            '<tool_call>{"name": "add", "arguments": "a"}</tool_call>',
-            [ToolCall("add", {}, "the arguments of the call are no")],
-        ),
-        ('<tool_call>["add"]</tool_call>', [ToolCall(UNKNOWN, {}, "the call has no name of a tool")]),
-        (f"<tool_call>{'[' * 100_000}</tool_call>", [ToolCall(UNKNOWN, {}, "the call cannot be parsed (")]),
-    ],
-    ids=range(11),
-)
-def test_calls_of_a_turn(turn: str, expected: list[ToolCall]) -> None:
+@pytest.mark.parametrize(("call", "problem"), refused_calls("calls of a turn"))
+def test_calls_of_a_turn(call: str, problem: str) -> None:
+    turn, *expected = eval(call)
     calls = ToolFormat(tool_tokenizer(), SCHEMAS).calls(turn)
-    assert [(call.name, call.arguments) for call in calls] == [(call.name, call.arguments) for call in expected]
-    for call, of_test in zip(calls, expected, strict=True):
-        assert call.problem.startswith(of_test.problem)
-        assert bool(call.problem) == bool(of_test.problem)
+    assert [(made.name, made.arguments) for made in calls] == expected
+    assert all(made.problem.startswith(problem) and bool(made.problem) == bool(problem) for made in calls)
 
 
-def test_a_model_of_gpt_oss_writes_another_header_than_its_template() -> None:
+def test_calls_of_other_formats() -> None:
+    tools = ToolFormat(tool_tokenizer(XML), SCHEMAS)
+    turn = "<tool_call>\n<function=echo>\n<parameter=text>\n 75001\n\n</parameter>\n</function>\n</tool_call>"
+    assert tools.calls(turn) == [ToolCall("echo", {"text": " 75001\n"})]
+    assert tools.calls(turn.replace("echo", "add").replace("text", "a")) == [ToolCall("add", {"a": 75001})]
     thoughts = "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant"
     turn = thoughts + '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2}'
     tools = ToolFormat(tool_tokenizer(HARMONY), SCHEMAS)
     assert tools.calls(turn) == [ToolCall("add", {"a": 2})]
     assert tools.calls('<|channel|>commentary to=functions.add json<|message|>{"a"')[0].problem
-
-
-def test_arguments_in_xml_have_the_types_of_the_schema() -> None:
-    tools = ToolFormat(tool_tokenizer(XML), SCHEMAS)
-    turn = "<tool_call>\n<function=echo>\n<parameter=text>\n 75001\n\n</parameter>\n</function>\n</tool_call>"
-    assert tools.calls(turn) == [ToolCall("echo", {"text": " 75001\n"})]
-    assert tools.calls(turn.replace("echo", "add").replace("text", "a")) == [ToolCall("add", {"a": 75001})]
-
-
-def test_one_call_at_a_time_where_the_template_writes_no_more() -> None:
     call = '{"name": "add", "parameters": {"a": 2}}'
     tools = ToolFormat(tool_tokenizer(LLAMA), SCHEMAS)
     assert tools.calls(call) == [ToolCall("add", {"a": 2})]
@@ -165,9 +116,8 @@ def reference(tokenizer: Any, replies: list[str]) -> list[int]:
         *({"role": "tool", "name": "add", "content": reply} for reply in replies),
     ]
     turn = tokenizer.apply_chat_template(messages[:2], tools=SCHEMAS, tokenize=False).rstrip()
-    ids: list[int] = tokenizer.apply_chat_template(
-        messages, tools=SCHEMAS, add_generation_prompt=True, return_dict=False
-    )
+    options = {"add_generation_prompt": True, "return_dict": False}
+    ids: list[int] = tokenizer.apply_chat_template(messages, tools=SCHEMAS, **options)
     return ids[len(tokenizer(turn, add_special_tokens=False)["input_ids"]) :]
 
 
@@ -206,23 +156,9 @@ def call_of(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (call_of("add", '{"a": 2, "b": 2}'), "4"),
-        (call_of("echo", '{"text": "hi"}'), "hi"),
-        (call_of("add", '{"a": 2, "c": 2}'), "Error: TypeError: add() got an unexpected keyword argument 'c'"),
-        (call_of("add", '{"a": [2]}'), "Error: TypeError: can only concatenate list"),
-        (call_of("sub", "{}"), "Error: there is no tool 'sub': expected add, echo"),
-        (call_of("echo", r'{"text": "\ud800"}'), "?"),
-        (
-            "<tool_call>{</tool_call>",
-            "Error: the call cannot be parsed (json parser could not parse region as JSON.)",
-        ),
-    ],
-    ids=range(7),
-)
+@pytest.mark.parametrize(("call", "text"), refused_calls("calls of tools"))
 def test_an_error_is_the_reply(call: str, text: str) -> None:
+    call = eval(call)
     replies, tokenizer = replies_of("add", "echo")
     reply = reply_to(replies, tokenizer, f"{call}<|im_end|>")
     assert [shown.startswith(text) for shown in reply.content] == [True], reply.content
@@ -274,15 +210,9 @@ def test_tools_with_state_get_their_calls_again() -> None:
     assert reply_to(other, tokenizer, *turns, before=(first, second)).content == ['["a", "b", "c"]']
 
 
-@pytest.mark.parametrize(
-    ("paths", "words"),
-    [
-        (["kit.template_messages:add", "kit.template_messages:add"], "another tool has the same name"),
-        (["kit.template_messages:none"], "has no function 'none'"),
-        (["kit.template_messages:Any"], ""),
-    ],
-)
-def test_tools_that_cannot_be_used(paths: list[str], words: str) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("tools"))
+def test_tools_that_cannot_be_used(call: str, words: str) -> None:
+    paths = eval(call)
     with pytest.raises(ValueError, match=r"^got 'kit.template_messages:") as raised:
         Tools(paths)
     assert words in str(raised.value)

@@ -42,9 +42,12 @@ def test_a_schedule(schedule: str) -> None:
     assert min(rates(997, schedule, warmup=0.03)) > 0
 
 
-def test_wsd_comes_down_in_the_last_fifth() -> None:
+def test_the_length_of_a_warm_up_and_of_a_decay() -> None:
     assert rates(20, "wsd") == pytest.approx([1.0] * 17 + [0.75, 0.5, 0.25])
     assert rates(20, "wsd", floor=0.2)[-1] == pytest.approx(0.2 + 0.8 * 0.25)
+    assert rates(4, "cosine", warmup=100) == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert 0.07 * 100 > 7
+    assert rates(100, "constant", warmup=0.07)[6] == 1.0
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -54,22 +57,12 @@ def test_the_floor_is_a_share_of_the_peak(schedule: str) -> None:
     assert min(falling) > 0.1
 
 
-def test_the_length_of_a_warm_up() -> None:
-    """One that is longer than the run still reaches the peak; a share of the steps has no rounding error."""
-    assert rates(4, "cosine", warmup=100) == pytest.approx([1 / 3, 2 / 3, 1, 1])
-    assert 0.07 * 100 > 7
-    assert rates(100, "constant", warmup=0.07)[6] == 1.0
-
-
 @pytest.mark.parametrize(
     ("settings", "sequences", "expected"),
     [
-        ({"epochs": 1}, 17, StepSchedule(5, 17, 4, 2)),
-        ({"epochs": 2}, 17, StepSchedule(9, 34, 4, 2)),
-        ({"epochs": 0.5}, 16, StepSchedule(2, 8, 4, 2)),
-        ({"epochs": 0.001}, 17, StepSchedule(1, 1, 4, 2)),
-        ({"steps": 3}, 17, StepSchedule(3, 12, 4, 2)),
-        ({"steps": 100}, 1, StepSchedule(100, 400, 4, 2)),
+        *(({"epochs": 1}, 17, StepSchedule(5, 17, 4, 2)), ({"epochs": 2}, 17, StepSchedule(9, 34, 4, 2))),
+        *(({"epochs": 0.5}, 16, StepSchedule(2, 8, 4, 2)), ({"epochs": 0.001}, 17, StepSchedule(1, 1, 4, 2))),
+        *(({"steps": 3}, 17, StepSchedule(3, 12, 4, 2)), ({"steps": 100}, 1, StepSchedule(100, 400, 4, 2))),
     ],
 )
 def test_the_step_schedule(settings: dict[str, Any], sequences: int, expected: StepSchedule) -> None:

@@ -1,14 +1,16 @@
-"""Which files of a model's folder are read: transformers' choice, by every loader. Damaged files are named."""
+"""Which files of a model's folder are read: transformers' choice, by every loader; and their hash."""
 
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
+from kit.config_cases import refused_calls
 from kit.families import build
 from kit.loading_memory import LOADERS, loaded
 from kit.runs import save_model, session_of, write_run
@@ -17,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stillhouse.models import Decoder, model_fingerprint
+from stillhouse.models import weight_files as folder_files
 from stillhouse.models.weight_files import weight_files
 from stillhouse.signals.teacher_folder import head_of
 
@@ -27,14 +30,8 @@ SIZE = "30KB"
 
 
 def other_weights(folder: Path, **options: Any) -> Path:
-    """Save other weights of the same model below a folder."""
     build("llama", seed=7).save_pretrained(folder, **options)
     return folder
-
-
-def edit(folder: Path, **values: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def leftover_shards(folder: Path) -> None:
@@ -56,18 +53,13 @@ def beside_an_index(folder: Path) -> None:
         shutil.copy(other_weights(folder / "other") / SINGLE, folder / name)
 
 
-def named_file(folder: Path) -> None:
-    build("llama").save_pretrained(folder)
-    (folder / SINGLE).rename(folder / "step-7.safetensors")
+def named(written: str, folder: Path, **options: Any) -> None:
+    """config.json names the file or the index under another name."""
+    build("llama").save_pretrained(folder, **options)
+    path = (folder / written).rename(folder / written.replace("model", "step-7"))
     shutil.copy(other_weights(folder / "other") / SINGLE, folder)
-    edit(folder, transformers_weights="step-7.safetensors")
-
-
-def named_index(folder: Path) -> None:
-    build("llama").save_pretrained(folder, max_shard_size=SIZE)
-    (folder / INDEX).rename(folder / "step-7.safetensors.index.json")
-    shutil.copy(other_weights(folder / "other") / SINGLE, folder)
-    edit(folder, transformers_weights="step-7.safetensors.index.json")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": path.name}))
 
 
 def under_two_names(folder: Path) -> None:
@@ -79,7 +71,8 @@ def under_two_names(folder: Path) -> None:
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
 
 
-WRITE = [leftover_shards, variant, beside_an_index, named_file, named_index, under_two_names]
+NAMED = (partial(named, SINGLE), partial(named, INDEX, max_shard_size=SIZE))
+WRITE = [leftover_shards, variant, beside_an_index, *NAMED, under_two_names]
 
 
 @pytest.mark.parametrize("write", WRITE)
@@ -121,18 +114,10 @@ def without_a_tensor(path: Path) -> None:
     save_file(tensors or {"x": Tensor(1)}, path, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (Path.unlink, "is missing, but config.json or the index of this folder names it"),
-        (cut, "is not a readable safetensors file"),
-        (without_a_tensor, "has no tensor '.*', which the index of this folder places there"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), refused_calls("files of weights"))
 @LOADERS
-def test_a_damaged_file_of_an_index_is_named(
-    tmp_path: Path, load: Callable[[Path], Decoder], damage: Callable[[Path], None], message: str
-) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, load: Callable[[Path], Decoder], call: str, message: str) -> None:
+    damage = eval(call)
     build("llama").save_pretrained(tmp_path, max_shard_size=SIZE)
     path = sorted(tmp_path.glob("*.safetensors"))[1]
     damage(path)
@@ -192,3 +177,57 @@ def test_a_damaged_file_of_a_model_of_the_hub_is_named(tmp_path: Path, monkeypat
         monkeypatch.setattr(huggingface_hub.constants, name, value)
     with pytest.raises(ValueError, match=rf"^model 'some/model' .*/{SINGLE} is not a readable safetensors file"):
         Decoder.from_pretrained("some/model")
+
+
+def scale_rows(model: Any) -> None:
+    model.lm_head.weight[100:110] *= 3
+
+
+def scale(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(1.001)
+
+
+def test_a_few_rows_of_a_small_model_change_it(tmp_path: Path) -> None:
+    hashes = {
+        name: model_fingerprint(save_model(tmp_path / name, "llama", tied=False, change=change))
+        for name, change in (("one", None), ("same", None), ("rows", scale_rows), ("all", scale))
+    }
+    assert hashes["one"] == hashes["same"]
+    assert len(set(hashes.values())) == 3
+
+
+def test_samples_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed value in any trained tensor changes the hash, and so does another name or size of a tensor."""
+    monkeypatch.setattr(folder_files, "WHOLE_BYTES", 0)
+    plain = model_fingerprint(save_model(tmp_path / "plain", tied=False))
+    assert plain == model_fingerprint(save_model(tmp_path / "same", tied=False))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    names = [name for name, _ in model.named_parameters()]
+    for at, name in enumerate(names[:5]):
+
+        def change(model: Any, name: str = name) -> None:
+            model.get_parameter(name).mul_(1.001)
+
+        assert model_fingerprint(save_model(tmp_path / str(at), tied=False, change=change)) != plain
+
+
+def test_files_that_are_not_read_do_not_change_the_hash(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    before = model_fingerprint(folder)
+    for name in ("training_args.bin", "README.md", "generation_config.json", "notes.py"):
+        (folder / name).write_text("{}")
+    assert model_fingerprint(folder) == before
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "notes.Model"}}))
+    with_code = model_fingerprint(folder)
+    (folder / "notes.py").write_text("{ }")
+    assert len({before, with_code, model_fingerprint(folder)}) == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 9, b"\x02\0\0\0\0\0\0\0[]", b'\x0b\0\0\0\0\0\0\0{"a": true}'])
+def test_a_file_that_is_no_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(folder_files, "WHOLE_BYTES", -1)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model.safetensors is not a safetensors file"):
+        model_fingerprint(tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from kit.add_ons import write_distribution
+from kit.config_cases import refused_calls
 from kit.runs import wait_for
 
 from stillhouse.user_code import function_calls, worker
@@ -107,26 +108,9 @@ def test_many_calls_run_at_once(pools: list[FunctionCalls]) -> None:
     assert time.monotonic() - started < 8 * 0.3
 
 
-@pytest.mark.parametrize(
-    ("name", "limits", "words"),
-    [
-        ("nan", {}, "gives nan for the completion ' 5' of train.jsonl:3: expected a finite number"),
-        ("raises", {}, "raises KeyboardInterrupt for the completion ' 5' of train.jsonl:3\n  File"),
-        ("ends", {}, "ends its process with exit code 3 for the completion ' 5' of train.jsonl:3; the call was rep"),
-        ("is_killed", {}, "lets its process end by SIGKILL for the completion ' 5' of train.jsonl:3; the call was"),
-        ("hangs", {"seconds": 0.5}, "does not return within 0.5 s, the value of rollout.worker_timeout, for the com"),
-        ("holds_the_lock", {"seconds": 0.5}, "does not return within 0.5 s"),
-        ("leaks", {"memory_gib": 0.5}, "raises MemoryError for the completion ' 5' of train.jsonl:3; the call was"),
-        (
-            "pid",
-            {"memory_gib": 0.001},
-            "exit code 79 (its limit is 0.001 GiB of memory) for the completion ' 5' of t",
-        ),
-    ],
-)
-def test_an_error_names_function_completion_and_line(
-    pools: list[FunctionCalls], name: str, limits: dict[str, float], words: str
-) -> None:
+@pytest.mark.parametrize(("call", "words"), refused_calls("rewards in workers"))
+def test_an_error_names_function_completion_and_line(pools: list[FunctionCalls], call: str, words: str) -> None:
+    name, limits = eval(call)
     call = opened(pools, name, **limits)
     with pytest.raises(ValueError, match=rf"^rollout\.reward: worker_functions:{name} ") as raised:
         call("2 + 2 =", " 5", {"a": 4_000_000 * "1"}, "train.jsonl:3").result(60)
@@ -135,9 +119,7 @@ def test_an_error_names_function_completion_and_line(
 
 
 @pytest.mark.parametrize("size", [0, 400_000])
-def test_a_stopped_worker_is_replaced_also_if_the_record_does_not_fit_into_its_connection(
-    pools: list[FunctionCalls], size: int
-) -> None:
+def test_a_stopped_worker_is_replaced(pools: list[FunctionCalls], size: int) -> None:
     call = opened(pools, "pid", seconds=1.0)
     stopped = int(call("", "", {}, "a:1").result(60))
     os.kill(stopped, signal.SIGSTOP)
@@ -146,9 +128,7 @@ def test_a_stopped_worker_is_replaced_also_if_the_record_does_not_fit_into_its_c
 
 
 @pytest.mark.parametrize("then", ["stops", "drips"])
-def test_a_worker_that_does_not_end_its_answer_is_replaced(
-    pools: list[FunctionCalls], tmp_path: Path, then: str
-) -> None:
+def test_a_worker_with_half_an_answer_is_replaced(pools: list[FunctionCalls], tmp_path: Path, then: str) -> None:
     call = opened(pools, "answers_half", seconds=1.0)
     assert call("", "", {"marker": str(tmp_path / "marker"), "then": then}, "a:1").result(10) == 2.0
 
@@ -158,9 +138,7 @@ def test_a_worker_that_does_not_end_its_answer_is_replaced(
     [((), None), ((), signal.SIGKILL), ((signal.SIGSTOP,), None), ((signal.SIGSTOP,), signal.SIGKILL)],
     ids=["closed", "killed", "closed while all is stopped", "killed while all is stopped"],
 )
-def test_nothing_is_left_of_a_closed_pool_and_of_a_run_that_is_killed(
-    tmp_path: Path, signals: tuple[int, ...], of_run: int | None
-) -> None:
+def test_nothing_is_left_of_a_pool_or_a_run(tmp_path: Path, signals: tuple[int, ...], of_run: int | None) -> None:
     """Neither the worker nor the program that the function has started, although the function hangs."""
     marker, ends = tmp_path / "marker", tmp_path / "ends"
     child = os.fork()
@@ -185,16 +163,13 @@ def test_nothing_is_left_of_a_closed_pool_and_of_a_run_that_is_killed(
     wait_for(lambda: not any(map(is_running, processes)))
 
 
-def test_a_module_that_cannot_be_imported_any_more(pools: list[FunctionCalls], tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_imported_any_more(
+    pools: list[FunctionCalls], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "worker_functions.py").write_text("1 / 0")
     call = opened(pools, "length")
     with pytest.raises(ValueError, match="importing worker_functions raises ZeroDivisionError"):
         call("", "", {}, "a:1").result(60)
-
-
-def test_a_module_that_is_not_imported_in_time(
-    pools: list[FunctionCalls], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     (tmp_path / "worker_functions.py").write_text("import time; time.sleep(1000)")
     monkeypatch.setattr(worker, "SECONDS_TO_START", 0.5)
     late = r"worker_functions:length is not imported within 0\.5 s for the com"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.config_cases import refused_calls
 from kit.documents import load_records
 from kit.template_messages import chat_templates
 from kit.toy_tokenizer import PLAIN_TEMPLATE, toy_tokenizer
@@ -41,9 +42,8 @@ def parts(*texts: str) -> list[dict[str, str]]:
 def test_parts_and_strings_give_the_same_document(tmp_path: Path, name: str) -> None:
     """Of templates for strings, of which some print a list as Python does, and of templates for parts."""
     strings = load(tmp_path, name, [USER, ANSWER])
-    in_parts = load(
-        tmp_path, name, [USER | {"content": parts("Two ", "and two?")}, ANSWER | {"content": parts("Four.")}]
-    )
+    question = USER | {"content": parts("Two ", "and two?")}
+    in_parts = load(tmp_path, name, [question, ANSWER | {"content": parts("Four.")}])
     assert "Four." in text(strings)
     assert "Two and two?" in text(strings)
     if name != "gemma3":  # it strips each part
@@ -69,30 +69,9 @@ def test_the_error_of_the_form_that_the_template_reads_is_named(tmp_path: Path) 
         load(tmp_path, "gemma", [USER, USER, ANSWER])
 
 
-@pytest.mark.parametrize(
-    ("name", "messages", "problem"),
-    [
-        ("qwen3", [USER | {"role": "developer"}, USER, ANSWER], "1 of 'messages', whose role is 'dev"),
-        ("qwen3", [USER, ANSWER, {"role": "function", "content": "4"}, ANSWER], "3 of 'messages', whose role is 'f"),
-        ("qwen3", [USER, ANSWER | {"role": "assistent"}], "'assistent': expected 'assistant'"),
-        ("llama3", [USER, ANSWER | {"role": "bot"}], "'bot': expected 'assistant'"),
-        ("gemma", [USER, ANSWER | {"role": "model"}], "'model': expected 'assistant'"),
-        ("llama3", [USER | {"role": "User"}, ANSWER], "'User': expected 'user'"),
-        ("llama3", [USER, CALLING], "write 'tool_calls' of message 2"),
-        ("gemma3", [USER, CALLING], "write 'tool_calls' of message 2"),
-        (
-            "gptoss_training",
-            [USER, ANSWER | {"tool_calls": [CALL]}, {"role": "tool", "content": "4"}, ANSWER],
-            "not write 'content' of message 2 of 'messages' together with its calls: expected a template",
-        ),
-        ("llama3_1", [USER, ANSWER | {"tool_calls": [CALL]}], "write 'content' of message 2 of 'messages' together"),
-        ("qwen3", [USER, ANSWER | {"content": "A.<think>b</think>c"}], "does not write 'content' of message 2"),
-        ("qwen3", [USER, ANSWER | {"function_call": CALL["function"]}], "not write 'function_call' of message 2"),
-    ],
-)
-def test_lost_instructions_and_targets_are_refused(
-    tmp_path: Path, name: str, messages: list[dict[str, Any]], problem: str
-) -> None:
+@pytest.mark.parametrize(("call", "problem"), refused_calls("lost texts"))
+def test_lost_instructions_and_targets_are_refused(tmp_path: Path, call: str, problem: str) -> None:
+    name, messages = eval(call)
     with pytest.raises(DataError, match=problem) as refused:
         load(tmp_path, name, messages)
     assert str(refused.value).startswith(f"{tmp_path}/train.jsonl:1: ")
@@ -126,21 +105,10 @@ def test_all_names_and_values_of_arguments_are_written(tmp_path: Path, name: str
     assert not [line for line in documents.report.warnings if "does not write" in line]
 
 
-@pytest.mark.parametrize(
-    ("written", "arguments", "problem"),
-    [
-        ("name + '='", {"city": "7 7", "n": 7}, "the argument 'city' of 'tool_calls'"),
-        ("value", {"n": "Oslo", "n2": "n2, n2"}, "the argument 'n' of 'tool_calls'"),
-        ("name + '=' + (value if value is string else '')", {"city": "Oslo", "n": True}, "the argument 'n' of"),
-        ("name + '=' + (value if value is string else '')", {"city": "null", "n": None}, "the argument 'n' of"),
-        ("name + '=' + (value | string).replace('False', '')", {"n": False}, ""),
-        ("name + '=' + value | string if value else ''", {"n": None}, ""),
-    ],
-)
-def test_lost_names_and_values_of_arguments_are_named(
-    tmp_path: Path, written: str, arguments: dict[str, Any], problem: str
-) -> None:
+@pytest.mark.parametrize(("call", "problem"), refused_calls("lost arguments"))
+def test_lost_names_and_values_of_arguments_are_named(tmp_path: Path, call: str, problem: str) -> None:
     """A value is refused if the text does not change with it, and a warning names it if it is changed."""
+    written, arguments = eval(call)
     calls = (
         "{% for call in message.tool_calls or [] %}{{ call.function.name }}"
         "{% for name, value in call.function.arguments | dictsort %}{{ " + written + " }}{% endfor %}{% endfor %}"
@@ -157,19 +125,10 @@ def test_lost_names_and_values_of_arguments_are_named(
 
 @pytest.mark.parametrize("name", ["idefics3", "smolvlm", "llava_next", "qwen3", "gemma3"])
 def test_empty_contents_are_the_same_in_every_form(tmp_path: Path, name: str) -> None:
-    texts = {
-        text(load(tmp_path, name, [USER | {"content": content}, ANSWER, USER, ANSWER]))
-        for content in ("", [], parts(""), parts("", ""))
-    }
+    forms = ("", [], parts(""), parts("", ""))
+    texts = {text(load(tmp_path, name, [USER | {"content": form}, ANSWER, USER, ANSWER])) for form in forms}
     assert len(texts) == 1
     load(tmp_path, name, [USER, ANSWER | {"content": ""}, USER, ANSWER])
-
-
-@pytest.mark.parametrize("name", ["phi3", "llama3", "idefics3", "smolvlm"])
-def test_lost_calls_are_named_before_turns_without_place(tmp_path: Path, name: str) -> None:
-    call = {"role": "assistant", "tool_calls": [CALL]}
-    with pytest.raises(DataError, match="does not write 'tool_calls' of message 2 of 'messages'"):
-        load(tmp_path, name, [USER, call, {"role": "tool", "content": "4"}, ANSWER])
 
 
 @pytest.mark.parametrize("more", [{"name": "Ann"}, {"metadata": {"k": [7]}}, {"prefix": True}, {"id": "msg 7"}])
@@ -184,22 +143,9 @@ def test_keys_of_messages_that_are_not_written_warn_once(tmp_path: Path, more: d
     assert not load(tmp_path, written, [record["messages"][0], ANSWER | more], tokens="all").report.warnings
 
 
-@pytest.mark.parametrize(
-    ("message", "problem"),
-    [
-        *(
-            ({"role": "user", "content": [{"type": kind, "text": "a"}]}, f"'type' of part 1 .*'{kind}'")
-            for kind in ("input_text", "output_text", "refusal")
-        ),
-        ({"role": "user", "content": [{"type": "text", "text": None}]}, "'text' of part 1 of message 1 .*null"),
-        ({"role": "user", "content": [{"type": "text", "text": "a", "url": "b.png"}]}, "the key 'url'.*two parts"),
-        ({"role": "user", "content": [{"type": "image", "text": "a"}]}, "'image' and the key 'text'.*two parts"),
-        ({"role": "tool", "content": {"a": 1}}, "'content' of message 1 .* got an object"),
-        ({"role": "tool", "content": [{"a": 1}]}, "'type' of part 1 of message 1 .* is null"),
-        ({"role": "assistant", "content": None, "refusal": "No."}, "message 1 of 'messages' has no 'content'"),
-    ],
-)
-def test_contents_of_other_interfaces_are_refused(tmp_path: Path, message: dict[str, Any], problem: str) -> None:
+@pytest.mark.parametrize(("call", "problem"), refused_calls("contents of other interfaces"))
+def test_contents_of_other_interfaces_are_refused(tmp_path: Path, call: str, problem: str) -> None:
+    message = eval(call)
     with pytest.raises(DataError, match=f"train.jsonl:1: .*{problem}"):
         load(tmp_path, "qwen3", [message, USER, ANSWER])
 
@@ -211,27 +157,15 @@ _ONCE = PLAIN_TEMPLATE.replace(
 _NO_SYSTEM = PLAIN_TEMPLATE.replace("in messages", "in messages if message.role != 'system'")
 
 
-@pytest.mark.parametrize(
-    ("template", "messages"),
-    [
-        (_NO_SYSTEM, [{"role": "system", "content": "4"}, USER | {"content": "2, 4, 24?"}, ANSWER]),
-        (_NO_SYSTEM, [{"role": "system", "content": "Two and two?"}, USER, ANSWER]),
-        (_ONCE, [USER, USER, ANSWER]),
-        (
-            PLAIN_TEMPLATE.replace("message.content +", "message.content[:40] +"),
-            [USER | {"content": "Two? " * 10}, ANSWER],
-        ),
-    ],
-)
-def test_a_text_is_not_found_in_another_one(tmp_path: Path, template: str, messages: list[Any]) -> None:
-    with pytest.raises(DataError, match="does not write"):
-        load(tmp_path, template, messages)
-
-
-def test_a_text_that_is_changed_warns(tmp_path: Path) -> None:
+def test_changed_texts_and_dropped_thoughts_warn(tmp_path: Path) -> None:
     template = PLAIN_TEMPLATE.replace("message.content +", "message.content.replace('two', 'three') +")
     documents = load(tmp_path, template, [USER, ANSWER])
     assert "'content' of message 1 of 'messages' with changes inside" in str(documents.report.warnings)
+    answer = ANSWER | {"content": "<think>\nTwice two.\n</think>\n\nFour."}
+    documents = load(tmp_path, "qwen3", [USER, answer, USER, answer])
+    assert text(documents).count("Twice two.") == 1
+    assert "the thoughts in 'content' of message 2 of 'messages'" in documents.report.warnings[0]
+    assert not load(tmp_path, "qwen3", [USER, answer]).report.warnings
 
 
 @pytest.mark.parametrize(
@@ -241,19 +175,10 @@ def test_lost_thoughts_warn_once(tmp_path: Path, name: str, key: str) -> None:
     record = {"messages": [USER, ANSWER | {key: "Twice two."}]}
     documents = load_records(tmp_path, [{"messages": [USER, ANSWER]}, record, record], student(name), max_tokens=4000)
     (line,) = [line for line in documents.report.warnings if key in line]
-    assert line.startswith(
-        f"{tmp_path}/train.jsonl:2: the chat template does not write '{key}' of message 2 of 'messages'"
-    )
+    start = f"{tmp_path}/train.jsonl:2: the chat template does not write '{key}' of message 2 of 'messages'"
+    assert line.startswith(start)
     assert "(such records: 2)" in line
     assert text(documents, 0) == text(documents, 1)
-
-
-def test_thoughts_of_earlier_turns_warn_and_the_rest_of_their_contents_is_proven(tmp_path: Path) -> None:
-    answer = ANSWER | {"content": "<think>\nTwice two.\n</think>\n\nFour."}
-    documents = load(tmp_path, "qwen3", [USER, answer, USER, answer])
-    assert text(documents).count("Twice two.") == 1
-    assert "the thoughts in 'content' of message 2 of 'messages'" in documents.report.warnings[0]
-    assert not load(tmp_path, "qwen3", [USER, answer]).report.warnings
 
 
 @pytest.mark.parametrize(
