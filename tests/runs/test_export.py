@@ -244,8 +244,10 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_refused(trained: Path, tmp_pa
     """Its run removes it between the check of the hashes and the copy."""
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
     shutil.copytree(trained / "out", tmp_path / "run")
-    arguments = ("export", tmp_path / "run", "--out", tmp_path / "made")
-    command = Command(*arguments, hook=removed_after_the_check, hook_arguments=(str(checkpoint / lost),))
+    hook = (str(checkpoint / lost),)
+    command = Command(
+        "export", tmp_path / "run", "--out", tmp_path / "made", hook=removed_after_the_check, hook_arguments=hook
+    )
     assert command.wait() == 1
     assert command.err == (
         f"error: {checkpoint} was removed while it was exported, because a run keeps only the newest "

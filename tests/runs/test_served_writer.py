@@ -83,7 +83,9 @@ def test_a_run_goes_on_with_the_same_weights_alone(tmp_path: Path, teacher: Serv
         require_same_writer(first, run)
     (tmp_path / WRITER).unlink()
     (run.checkpoints / "step-00000002").mkdir(parents=True)
-    with pytest.raises(ValueError, match="is missing, so it cannot be checked whether the servers have the same"):
+    with pytest.raises(
+        ValueError, match="is missing, so it cannot be checked whether the servers have the same weights"
+    ):
         require_same_writer(first, run)
 
 

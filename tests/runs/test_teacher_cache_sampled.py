@@ -136,8 +136,10 @@ def test_the_mean_gradient_over_draws_is_the_exact_one() -> None:
 
     def gradient(signal: Signal) -> Tensor:
         hidden_CD = student_CD.clone().requires_grad_()
-        terms = [Distill(signal, parse_divergence("forward_kl"), temperature=2.0)]
-        return torch.autograd.grad(linear_objective(hidden_CD, head, terms).loss, hidden_CD)[0]
+        loss = linear_objective(
+            hidden_CD, head, [Distill(signal, parse_divergence("forward_kl"), temperature=2.0)]
+        ).loss
+        return torch.autograd.grad(loss, hidden_CD)[0]
 
     exact_CD = gradient(DenseLogits(teacher_CE.double() @ weight_VE.double().T))
     spec, estimates = SignalSpec("sampled", "float32", DRAWS, 2.0), []

@@ -247,7 +247,9 @@ def test_a_tracker_that_fails_is_left_out_with_one_warning_and_the_next_process_
     assert of_mlflow(folder)[0]["a"] == [(step, step) for step in range(1, 10)]
 
 
-def test_one_that_cannot_start_leaves_no_run_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_start_leaves_no_run_of_another_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("wandb")
     folder = tmp_path / "run"

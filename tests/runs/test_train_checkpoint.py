@@ -59,8 +59,9 @@ def test_a_checkpoint_restores_weights_optimizer_and_random_state(tmp_path: Path
     assert load_checkpoint(verified(path), again.models.engine) == progress
     assert torch.equal(torch.rand(4), numbers)
     assert again.models.student.tied == tied
-    embedding = again.models.student.pretrained.get_input_embeddings().weight
-    assert (again.models.student.head.linear.weight is embedding) == tied
+    assert (
+        again.models.student.head.linear.weight is again.models.student.pretrained.get_input_embeddings().weight
+    ) == tied
     pairs = list(zip(session.models.student.named_parameters(), again.models.student.named_parameters(), strict=True))
     for (name, one), (_, two) in pairs:
         assert torch.equal(one, two), name
@@ -241,7 +242,9 @@ def kill_before_pruned(step: int) -> None:
     checkpoint_folder.shutil.rmtree = wrapped
 
 
-def test_a_kill_while_an_old_one_is_removed_leaves_no_half_of_it(tmp_path: Path, complete_run: Path) -> None:
+def test_a_kill_while_an_old_one_is_removed_does_not_leave_half_of_it_behind(
+    tmp_path: Path, complete_run: Path
+) -> None:
     settings = [complete_run / "run.yaml", f"out={tmp_path}/out", "checkpoint.keep=1", "checkpoint.best=null"]
     killed = Command("distill", *settings, hook=kill_before_pruned, hook_arguments=(2,))
     assert killed.wait() == -signal.SIGKILL
@@ -252,7 +255,9 @@ def test_a_kill_while_an_old_one_is_removed_leaves_no_half_of_it(tmp_path: Path,
 
 
 @pytest.mark.parametrize("settings", [{"family": "gpt2"}, {"tied": True}], ids=["family", "tie"])
-def test_that_of_another_model_is_refused(tmp_path: Path, complete_run: Path, settings: dict[str, Any]) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    tmp_path: Path, complete_run: Path, settings: dict[str, Any]
+) -> None:
     write_run(tmp_path, **settings)
     path = complete_run / "out" / "checkpoints" / "step-00000004"
     failed = run("distill", tmp_path / "run.yaml", f"checkpoint.resume={path}", code=1)

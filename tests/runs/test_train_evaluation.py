@@ -118,8 +118,9 @@ def test_a_figure_that_is_not_finite_is_null_in_the_log_and_no_best(tmp_path: Pa
     session = session_of(tmp_path, family="gpt2", tied=False, teacher=False, **settings)
     token = int(session.data.evaluation.documents.tokens(0)[1])
     with torch.no_grad():
-        # layer norms overflow on this value
-        session.models.student.pretrained.get_input_embeddings().weight[token] = 3e38
+        session.models.student.pretrained.get_input_embeddings().weight[token] = (
+            3e38  # layer norms overflow on this value
+        )
     init_run_dir(RunFolder(tmp_path / "out"), "")
     train(session, RunFolder(tmp_path / "out"))
 
@@ -148,8 +149,9 @@ def test_the_held_out_text(tmp_path: Path, precision: str) -> None:
         q, p = (log_probs(tmp_path, name, documents, document) for name in ("student", "teacher"))
         kl_T = (p.exp() * (p - q)).sum(1)
         near = {"rel": 1e-4} if precision == "fp32" else {"rel": 0.1, "abs": 0.05}
-        decode = session.data.tokenizer.decode
-        assert [token.text for token in shown.tokens] == [decode([token_id]) for token_id in ids]
+        assert [token.text for token in shown.tokens] == [
+            session.data.tokenizer.decode([token_id]) for token_id in ids
+        ]
         assert [token.target for token in shown.tokens] == documents.targets(document).tolist()
         expected_kl = [None, *(pytest.approx(float(kl), **near) for kl in kl_T[:-1])]
         assert [token.kl for token in shown.tokens] == expected_kl
