@@ -3,6 +3,7 @@ in an order that a test chooses, which no real engine can be made to do.
 """
 
 import random
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from kit.layout_runs import weights
+from kit.ranks import run_ranks
 from kit.runs import metrics, write_records, write_run
 from kit.toy_tokenizer import toy_tokenizer
 
@@ -128,6 +130,22 @@ def write_on_policy_run(folder: Path, **settings: Any) -> RunConfig:
         "train.micro_batch_tokens": 74,
     }
     return write_run(folder, **defaults | settings)
+
+
+def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    """Write a module with functions of the user, for runs in this process and in others."""
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def assert_same_under_layouts(folder: Path) -> None:
+    """Compare the gradients of a run under all layouts of two processes."""
+    shown = run_ranks(2, "parity", folder / "run.yaml")[0].out
+    same = {line.split("  ")[0] for line in shown.splitlines() if line.endswith("  same")}
+    assert same >= {"fsdp 2", "replicate 2", "tensor 2", "context 2", "pipeline 2, 1f1b", "pipeline 2, gpipe"}
+    assert "DIFFERENT" not in shown
 
 
 def rollout_figures(out: Path) -> list[dict[str, float]]:

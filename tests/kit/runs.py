@@ -10,26 +10,29 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from kit.families import build
 from kit.fork_server import fork_server
 from kit.toy_tokenizer import TEXT, toy_backend, toy_tokenizer
+from ruamel.yaml import YAML
 
 from stillhouse import cli
-from stillhouse.config import RunConfig, dump_config, load_config
+from stillhouse.config import ConfigError, RunConfig, dump_config, load_config
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.engine import StepOutput
 from stillhouse.loops.held_out import held_out_metrics
@@ -185,8 +188,39 @@ def evaluate(session: Session, *, with_teacher: bool = False) -> dict[str, float
     return held_out_metrics(session.models, held_out, session.loss.spec, tokens, with_teacher=with_teacher)
 
 
+REFUSED = YAML(typ="safe").load(Path(__file__).with_name("refused_runs.yaml").read_text(encoding="utf-8"))
+
+
+def refused_runs(subject: str) -> list[Any]:
+    """Return the parameters of a test: settings of each run of a list in refused_runs.yaml, and what is refused."""
+    names = "settings", "key", "error"
+    return [pytest.param(*(case.get(name) for name in names), id=case["error"]) for case in REFUSED[subject]]
+
+
+def refused_changes(subject: str) -> list[Any]:
+    """As `refused_runs`: an expression that changes something, and a part of the message."""
+    return [pytest.param(case["change"], case["error"], id=case["error"]) for case in REFUSED[subject]]
+
+
+@contextmanager
+def refused(key: str, text: str) -> Iterator[None]:
+    """Expect that the block refuses a configuration. text: a part of the message."""
+    with pytest.raises(ConfigError, match=re.escape(text)) as raised:
+        yield
+    assert raised.value.key == key
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def metrics(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return json_lines(out / "metrics.jsonl")
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    """Set values of a file's object."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

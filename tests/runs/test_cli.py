@@ -31,10 +31,8 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], [], ["--version"], ["distill", "--help"], ["demo", "--help"]])
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
-    assert (
-        imported(f"import sys; sys.argv = ['stillhouse', *{arguments}]\nfrom stillhouse.cli import main; main()")
-        == []
-    )
+    code = f"import sys; sys.argv = ['stillhouse', *{arguments}]\nfrom stillhouse.cli import main; main()"
+    assert imported(code) == []
 
 
 def test_every_public_name_is_there() -> None:
@@ -53,9 +51,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_the_names_for_type_checkers_are_the_lazy_ones() -> None:
     tree = ast.parse(Path(stillhouse.__file__).read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    static = {
-        alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
+    nodes = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    static = {alias.name: node.module for node in nodes for alias in node.names}
     assert static == {name: stillhouse._MODULES.get(name, "stillhouse.objective") for name in static}
     assert sorted(static) == sorted(stillhouse.__all__)
 
@@ -95,7 +92,7 @@ def test_a_file_whose_folder_has_an_equals_sign_is_a_file(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_traceback_is_shown_only_where_asked_for(
+def test_a_traceback_on_request(
     shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("STILLHOUSE_TRACEBACK", "1" if shown else "")

@@ -45,9 +45,8 @@ def test_a_hub_that_does_not_answer_is_left_out_with_a_warning(
     assert HUB not in os.environ
     settle_offline(["a/b"])
     assert os.environ[HUB] == "1"
-    assert capsys.readouterr().err.startswith(
-        "warning: 127.0.0.1 cannot be reached (Connection refused): only models"
-    )
+    warning = "warning: 127.0.0.1 cannot be reached (Connection refused): only models"
+    assert capsys.readouterr().err.startswith(warning)
 
 
 @pytest.mark.parametrize("variable", ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"])
@@ -65,13 +64,10 @@ def test_behind_a_proxy_the_proxy_is_asked(
     assert os.environ[HUB] == "1"
 
 
-ADDRESSES = [
-    *(("HF_ENDPOINT", f"http://{host}") for host in ("hub:port", "[::1", "a..b")),
-    ("HTTPS_PROXY", "http://x:y"),
-]
-
-
-@pytest.mark.parametrize(("variable", "value"), ADDRESSES)
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [*(("HF_ENDPOINT", f"http://{host}") for host in ("hub:port", "[::1", "a..b")), ("HTTPS_PROXY", "http://x:y")],
+)
 def test_an_address_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=rf"^{variable}: the hub's address is not readable"):

@@ -1,6 +1,5 @@
 """Evaluations for which the student completes prompts: eval.callbacks, eval.samples and eval.prompts."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from kit import slow
 from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks, run_ranks
-from kit.runs import Command, metrics, run, session_of, write_records, write_run
+from kit.runs import Command, json_lines, metrics, refused_changes, run, session_of, write_records, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillhouse.config import ConfigError
@@ -34,9 +33,8 @@ def test_a_number_that_is_not_finite_stops_the_run_on_all_ranks(tmp_path: Path) 
         ranks = Ranks(processes, "distill", tmp_path / "run.yaml", f"out={tmp_path / name}")
         assert ranks.wait() == [1] * processes, ranks.texts
         (saved,) = (tmp_path / name / "checkpoints").iterdir()
-        line = (
-            f"{problem} has stopped after a checkpoint: {saved}; correct the cause, and the same command continues\n"
-        )
+        line = f"{problem} has stopped after a checkpoint: {saved}; correct the cause, and the same command "
+        line += "continues\n"
         assert [rank.err for rank in ranks] == [f"error: {line}", f"error on rank 1: {line}"][:processes]
 
 
@@ -60,28 +58,17 @@ def test_its_metric_can_choose_the_best_checkpoint(tmp_path: Path, greater: str,
     assert "checkpoint.best: got eval/speed, but the evaluation of step 0 has only eval/cross_entropy" in failed.err
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (None, "gives NoneType: expected a dict"),
-        ({"a": 10**5000}, "gives an integer of 16,610 bits for 'a'"),
-        ({"a b": 1.0}, "gives the name 'a b'"),
-        ({1: 1.0}, "gives the name 1"),
-        ({"a": True}, "gives True for 'a'"),
-        ({"a": "1"}, "gives '1' for 'a'"),
-        ({"cross_entropy": 1.0}, "has an eval/cross_entropy already"),
-    ],
-)
-def test_what_is_no_metrics_is_refused(returned: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^eval.callbacks: m:f .*{message}"):
-        checked_metrics("eval.callbacks: m:f", returned, {"eval/cross_entropy"})
+@pytest.mark.parametrize(("returned", "text"), refused_changes("metrics of a callback"))
+def test_what_is_no_metrics_is_refused(returned: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"^eval.callbacks: m:f .*{text}"):
+        checked_metrics("eval.callbacks: m:f", eval(returned), {"eval/cross_entropy"})
 
 
 SETTINGS = {"eval.samples": 3, "eval.task_tokens": 7, "eval.every": 2, "checkpoint.every": 2, "checkpoint.keep": 9}
 
 
 def samples(out: Path) -> list[EvalSample]:
-    return [EvalSample(**json.loads(line)) for line in (out / "eval_samples.jsonl").read_text().splitlines()]
+    return [EvalSample(**line) for line in json_lines(out / "eval_samples.jsonl")]
 
 
 def test_completions_are_the_greedy_ones_of_the_saved_students(tmp_path: Path) -> None:
@@ -96,6 +83,7 @@ def test_completions_are_the_greedy_ones_of_the_saved_students(tmp_path: Path) -
     chosen = choose_prompts(documents, 3)
     folders = {0: tmp_path / "student", 6: tmp_path / "out" / "model"}
     models = {step: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for step, path in folders.items()}
+    options: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
     for sample in shown:
         prompt = chosen[sample.number]
         assert sample.source == documents.sources[prompt.document]
@@ -103,9 +91,7 @@ def test_completions_are_the_greedy_ones_of_the_saved_students(tmp_path: Path) -
         assert sample.reference == session.data.tokenizer.decode(prompt.reference_N[:7])
         if sample.step in models:
             ids = torch.from_numpy(prompt.prompt_N.astype(np.int64))[None]
-            generated = models[sample.step].generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, do_sample=False, pad_token_id=0
-            )
+            generated = models[sample.step].generate(ids, attention_mask=torch.ones_like(ids), **options)
             assert session.data.tokenizer.decode(generated[0, ids.shape[1] :]) == sample.completion
     assert shown[0].completion != shown[-3].completion
 
@@ -124,10 +110,8 @@ def test_two_processes_show_and_measure_as_one_does(tmp_path: Path, layout: str)
     run_ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / 'two'}", layout)
     assert samples(tmp_path / "two") == samples(tmp_path / "one")
     keys = ("eval/callback", "eval/exact_match/sums", "eval/tasks_truncated")
-    one, two = (
-        [[line[key] for key in keys] for line in metrics(tmp_path / out) if "eval/tokens" in line]
-        for out in ("one", "two")
-    )
+    lines = [[line for line in metrics(tmp_path / out) if "eval/tokens" in line] for out in ("one", "two")]
+    one, two = ([[line[key] for key in keys] for line in of_run] for of_run in lines)
     assert two == one
     assert one[0][0] != one[-1][0], "the completions of a trained student are those of the untrained one"
 
@@ -186,8 +170,8 @@ def test_several_sets_take_turns(tmp_path: Path) -> None:
     session = session_of(tmp_path, **{"data.eval": sets})
     assert session.data.evaluation is not None
     documents = session.data.evaluation.documents
-    sources = [Path(documents.sources[prompt.document]).name for prompt in choose_prompts(documents, 6)]
-    assert [source.partition(":")[0] for source in sources] == ["eval.jsonl", "few.jsonl"] * 2 + ["eval.jsonl"] * 2
+    names = [Path(documents.sources[prompt.document]).name[:4] for prompt in choose_prompts(documents, 6)]
+    assert names == ["eval", "few.", "eval", "few.", "eval", "eval"]
 
 
 NEW_TOKENS = 7
@@ -222,18 +206,15 @@ def test_check_names_held_out_prompts_that_are_trained_and_a_teacher_that_is_the
     """A loss with another summand, or a student that differs, has no such warning."""
     write_on_policy_run(tmp_path, **{"objective.loss": "reverse_kl"})
     same = [f"teacher.model={tmp_path / 'student'}", "train.precision=fp32"]
-    lines = (tmp_path / "train.jsonl").read_text().splitlines()[:3]
-    (tmp_path / "held_out.jsonl").write_text(
-        "\n".join([*lines, '{"prompt": "Another one is", "completion": " it."}']) + "\n"
-    )
+    records = json_lines(tmp_path / "train.jsonl")[:3]
+    write_records(tmp_path / "held_out.jsonl", [*records, {"prompt": "Another one is", "completion": " it."}])
     prompts = f"eval.prompts={{data: {tmp_path / 'held_out.jsonl'}, max_new_tokens: {NEW_TOKENS}}}"
     shown = run("check", tmp_path / "run.yaml", *same, prompts).out
     assert "eval.prompts.data: 3 of the 4 held-out prompts are also in the training data" in shown
     nothing = "has the same files as student.model: the divergence between a model and itself is 0"
     assert nothing in shown
     assert "gradient norm 0" in shown
-    shown = run("check", tmp_path / "run.yaml", *same, "objective.loss=reverse_kl - 0.01*entropy").out
-    assert nothing not in shown
+    assert nothing not in run("check", tmp_path / "run.yaml", *same, "objective.loss=reverse_kl - 0.01*entropy").out
 
 
 def evaluations(out: Path) -> dict[int, dict[str, float]]:
@@ -248,9 +229,8 @@ def expected(student: Path, teacher: Path, prompts: list[str]) -> dict[str, floa
     divergence, lengths, ends, rewards = 0.0, [], [], []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        whole = models[0].generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-        )
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+        whole = models[0].generate(ids, attention_mask=torch.ones_like(ids), **options)
         completion = whole[0, ids.shape[1] :]
         lengths.append(len(completion))
         ends.append(float(completion[-1] == tokenizer.eos_token_id))

@@ -16,7 +16,7 @@ from kit.image_runs import SETTINGS, write_image_run
 from kit.layout_runs import assert_same_weights
 from kit.mutations import assert_survives
 from kit.ranks import run_ranks
-from kit.runs import run, save_model, session_of, write_run
+from kit.runs import refused_changes, run, save_model, session_of, write_run
 from kit.serving import Server
 from kit.stub_servers import stub_server
 from kit.stub_vllm import Vllm
@@ -255,58 +255,9 @@ def with_text_between(parts: Parts) -> Parts:
     return [parts[0], (changed, images), parts[2]]
 
 
-BAD: dict[str, tuple[Callable[[Parts], Parts], str]] = {
-    "NaN": (
-        changed("pixel_values", lambda value: value.put_(torch.tensor([40]), torch.tensor([torch.nan]))),
-        "sequence 0: 'pixel_values' has values that are NaN or infinite",
-    ),
-    "fewer pixels": (
-        changed("pixel_values", lambda value: value[:-4]),
-        "sequence 0: 'pixel_values' is torch.float32 of shape",
-    ),
-    "another grid": (
-        changed("image_grid_thw", lambda value: value.flip(1)),
-        "sequence 0: 'image_grid_thw' is not what the server's processor makes",
-    ),
-    "a placeholder fewer": (without_placeholder, "placeholder tokens for images with"),
-    "text within an image": (with_text_between, "picture 1 does not have the placeholder tokens"),
-    "no images": (lambda parts: [parts[0], (parts[1][0], None), parts[2]], "sequence 1: token"),
-    "images of another document": (
-        lambda parts: [(parts[0][0], parts[1][1]), (parts[1][0], parts[0][1]), parts[2]],
-        "placeholder tokens for images with",
-    ),
-    "too many images": (lambda parts: [parts[1]] * 257, "257 images: expected at most 256 per request"),
-    "a huge picture": (
-        lambda parts: with_images(parts, 0, sizes=[(2**20, 2**20), (64, 48)]),
-        "pictures of 1,099,511,631,699 pixels: expected at most 2,0",
-    ),
-    "a large picture of few bytes": (
-        lambda parts: with_images(parts, 1, sizes=[(9000, 9000)], tensors={"pixel_values": torch.zeros(0, 2)}),
-        "pictures of 81,004,072 pixels: expected at most 1,6",
-    ),
-    "a long picture": (
-        lambda parts: with_images(parts, 1, sizes=[(1, 201)]),
-        "sequence 1: picture 1: has 1 × 201 pixels: expected a longer side of at most 200 times the shorter side",
-    ),
-    "many large pictures": (
-        lambda parts: with_images(
-            parts, 0, sizes=[(6000, 6000)] * 3, tensors={"pixel_values": torch.zeros(2**9, 2**10)}
-        ),
-        "its pictures have 108,000,000 pixels: expected at most 89,478,485 in all",
-    ),
-    "no placeholders": (
-        lambda parts: [parts[0], (parts[2][0], parts[1][1]), parts[2]],
-        "sequence 1: 0 placeholder tokens for 1 pictures",
-    ),
-    "another size": (lambda parts: with_images(parts, 1, sizes=[(200, 100)]), "pictures of these sizes"),
-    "one size for two": (lambda parts: with_images(parts, 0, sizes=[(64, 48)]), "pictures of these sizes"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_images_that_do_not_fit_are_refused(server: Server, processor: ImageProcessor, case: str) -> None:
-    change, message = BAD[case]
-    assert message in refusal(server, body_of(change(documents_of(processor))))
+@pytest.mark.parametrize(("change", "text"), refused_changes("images of a request"))
+def test_images_that_do_not_fit(server: Server, processor: ImageProcessor, change: str, text: str) -> None:
+    assert text in refusal(server, body_of(eval(change)(documents_of(processor))))
 
 
 def swap_pixels(tensors: dict[str, Any], _: Mapping[str, Any]) -> None:
@@ -314,29 +265,9 @@ def swap_pixels(tensors: dict[str, Any], _: Mapping[str, Any]) -> None:
     tensors["image.1.pixel_values"] = tensors["image.1.pixel_values"].flip(0).contiguous()
 
 
-def half_a_list(_: Mapping[str, Any], header: dict[str, Any]) -> None:
-    header["images"] = header["images"][:2]
-
-
-CHANGED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] = {
-    "swapped pixels": (swap_pixels, "the images of sequence 1 do not have the hash that was sent with them"),
-    "no list": (lambda _, header: header.pop("images"), "images: Input should be a valid array"),
-    "half a list": (half_a_list, "images for 2 sequences: expected 3 entries"),
-    "no sizes": (
-        lambda _, header: header["images"][0].update(sizes=[]),
-        "images: 0.sizes: List should have at least",
-    ),
-    "another sequence": (
-        lambda tensors, _: tensors.update({"image.2.pixel_values": torch.zeros(1)}),
-        "the tensor 'image.2.pixel_values' belongs to no sequence with images",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CHANGED)
-def test_bodies_that_are_changed_on_the_way_are_refused(server: Server, processor: ImageProcessor, case: str) -> None:
-    change, message = CHANGED[case]
-    assert message in refusal(server, body_of(documents_of(processor), change=change))
+@pytest.mark.parametrize(("change", "text"), refused_changes("body with images"))
+def test_bodies_that_are_changed(server: Server, processor: ImageProcessor, change: str, text: str) -> None:
+    assert text in refusal(server, body_of(documents_of(processor), change=eval(change)))
 
 
 def test_damaged_bodies_are_answered_or_refused(server: Server, processor: ImageProcessor) -> None:

@@ -1,8 +1,6 @@
 """On-policy runs in which the student writes in this process: schedules, resuming, layouts, objectives."""
 
 import shutil
-import signal
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,15 @@ import torch
 from kit import slow
 from kit.families import build
 from kit.layout_runs import weights
-from kit.on_policy_runs import rollout_figures, write_on_policy_run
+from kit.on_policy_runs import assert_same_under_layouts, rollout_figures, write_module, write_on_policy_run
 from kit.ranks import run_ranks
-from kit.runs import Command, contents, run, write_records
+from kit.runs import contents, refused, refused_runs, run, write_records
 from kit.serving import Server
-from kit.signal_hooks import signal_at
+from kit.signal_hooks import kill_at
 from kit.toy_tokenizer import toy_tokenizer
 from safetensors.torch import load_file
 
 from stillhouse.checkpoint.resume import decisive_values
-from stillhouse.config import ConfigError
 from stillhouse.config.read_config import dotted_values
 from stillhouse.run.run import distill, prepare
 
@@ -37,11 +34,7 @@ def echo(prompt, completion, record):
 
 @pytest.fixture
 def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module with a reward and an environment, for runs in this process and in others."""
-    (tmp_path / "hooks.py").write_text(HOOKS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "hooks", raising=False)
+    write_module(tmp_path, monkeypatch, "hooks", HOOKS)
 
 
 @pytest.mark.parametrize(
@@ -58,14 +51,10 @@ def test_the_weights_that_wrote_a_token_are_as_old_as_the_schedule_says(
     tmp_path: Path, schedule: str, staleness: int, expected: list[int]
 ) -> None:
     config = write_on_policy_run(tmp_path, **{"rollout.schedule": schedule, "rollout.max_staleness": staleness})
-    out = distill(config)
-    assert [line["rollout/staleness_max"] for line in rollout_figures(out)] == expected
-    of_one_version = [
-        line["rollout/log_ratio_max"] for line, age in zip(rollout_figures(out), expected, strict=True) if not age
-    ]
-    assert max(of_one_version) < 1e-4
-    later = [line["rollout/log_ratio_max"] for line, age in zip(rollout_figures(out), expected, strict=True) if age]
-    assert not later or min(later) > 1e-4
+    lines = rollout_figures(distill(config))
+    assert [line["rollout/staleness_max"] for line in lines] == expected
+    for line in lines:
+        assert (line["rollout/log_ratio_max"] > 1e-4) == (line["rollout/staleness_max"] > 0), line["step"]
 
 
 def test_without_staleness_every_schedule_is_sync_to_the_bit(tmp_path: Path) -> None:
@@ -88,10 +77,9 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, schedule: str, at: int)
     """The run is killed after step `at` is logged; its last checkpoint is of an earlier step, or there is none."""
     settings = {"rollout.schedule": schedule, "rollout.max_staleness": 4, "checkpoint.every": 2}
     undisturbed = distill(write_on_policy_run(tmp_path, **settings, out=str(tmp_path / "undisturbed")))
-    config = write_on_policy_run(tmp_path, **settings)
-    out, run_yaml = Path(config.out), tmp_path / "run.yaml"
-    command = Command("distill", run_yaml, hook=signal_at, hook_arguments=(at, signal.SIGKILL))
-    assert command.wait() == -signal.SIGKILL, command.err
+    write_on_policy_run(tmp_path, **settings)
+    out, run_yaml = tmp_path / "out", tmp_path / "run.yaml"
+    kill_at(at, out, run_yaml)
     again = run("distill", run_yaml)
     assert ("has no checkpoint of this run yet: the run starts anew, at step 1" in again.out) == (at < 2)
     assert rollout_figures(out) == rollout_figures(undisturbed)
@@ -99,10 +87,9 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, schedule: str, at: int)
 
 
 def test_a_checkpoint_without_its_samples_is_refused(tmp_path: Path) -> None:
-    config = write_on_policy_run(tmp_path, **{"rollout.schedule": "one_step_off", "checkpoint.every": 2})
-    command = Command("distill", tmp_path / "run.yaml", hook=signal_at, hook_arguments=(5, signal.SIGKILL))
-    assert command.wait() == -signal.SIGKILL
-    kept = Path(config.out) / "checkpoints" / "step-00000004" / "rollouts.safetensors"
+    write_on_policy_run(tmp_path, **{"rollout.schedule": "one_step_off", "checkpoint.every": 2})
+    kill_at(5, tmp_path / "out", tmp_path / "run.yaml")
+    kept = tmp_path / "out" / "checkpoints" / "step-00000004" / "rollouts.safetensors"
     content = kept.read_bytes()
     kept.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     again = run("distill", tmp_path / "run.yaml", "checkpoint.fallback=false", code=1)
@@ -112,11 +99,8 @@ def test_a_checkpoint_without_its_samples_is_refused(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("on_policy")
-    distill(
-        write_on_policy_run(
-            folder, out=str(folder / "one"), **{"rollout.schedule": "one_step_off", "checkpoint.every": 3}
-        )
-    )
+    settings = {"rollout.schedule": "one_step_off", "checkpoint.every": 3}
+    distill(write_on_policy_run(folder, out=str(folder / "one"), **settings))
     return folder
 
 
@@ -144,11 +128,8 @@ def test_a_run_goes_on_under_another_layout_with_the_samples_of_the_first(one_pr
     config = (out / "config.yaml").read_text().replace(str(one_process / "one"), str(out))
     (out / "config.yaml").write_text(config)
     run_ranks(2, "distill", one_process / "run.yaml", "parallel.fsdp=2", f"out={out}")
-    lengths, expected = (
-        [line["rollout/completion_tokens"] for line in rollout_figures(folder)]
-        for folder in (out, one_process / "one")
-    )
-    assert lengths == expected
+    for line, expected in zip(rollout_figures(out), rollout_figures(one_process / "one"), strict=True):
+        assert line["rollout/completion_tokens"] == expected["rollout/completion_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -177,32 +158,24 @@ def test_every_kind_of_objective(tmp_path: Path, loss: str, settings: dict[str, 
     assert any(not torch.equal(before[name], weight) for name, weight in after.items())
 
 
-@pytest.mark.parametrize(
-    ("settings", "key", "problem"),
-    [
-        ({"objective.loss": "policy_gradient"}, "rollout.reward", "expected a reward"),
-        ({"rollout.reward": "hooks:length"}, "rollout.reward", "has no effect with objective.loss 'reverse_kl'"),
-        ({"objective.loss": "cross_entropy"}, "objective.loss", "cross_entropy applies to the dataset's completions"),
-        ({"rollout.writer": "teacher", "objective.loss": "sampled_kl(k2)"}, "objective.loss", "of the student: set"),
-        ({"rollout.discount": 0.5}, "rollout.discount", "only with policy_gradient"),
-    ],
-)
-def test_a_configuration_that_does_not_fit_is_refused_by_its_key(
-    tmp_path: Path, settings: dict[str, Any], key: str, problem: str
+@pytest.mark.parametrize(("settings", "key", "text"), refused_runs("on_policy"))
+def test_what_does_not_fit_is_refused_by_its_key(
+    tmp_path: Path, settings: dict[str, Any], key: str, text: str
 ) -> None:
-    with pytest.raises(ConfigError, match=problem) as raised:
+    with refused(key, text):
         prepare(write_on_policy_run(tmp_path, **settings), announce=False)
-    assert raised.value.key == key
+
+
+def save_padded_student(folder: Path) -> None:
+    """The student's head has rows of padding that the teacher's lacks, so that a divergence does not count them."""
+    student = build("llama", seed=1, vocab_size=len(toy_tokenizer()) + 60, tied=False)
+    student.save_pretrained(folder / "student")
+    toy_tokenizer().save_pretrained(folder / "student")
 
 
 @pytest.mark.parametrize(("teacher", "processes"), [("in the job", 1), slow("served", 2)])
-def test_the_writers_log_probs_are_over_the_rows_that_training_counts(
-    tmp_path: Path, teacher: str, processes: int
-) -> None:
-    """The student's head has rows of padding that the teacher's lacks, so that a divergence does not count them."""
-    student = build("llama", seed=1, vocab_size=len(toy_tokenizer()) + 60, tied=False)
-    student.save_pretrained(tmp_path / "student")
-    toy_tokenizer().save_pretrained(tmp_path / "student")
+def test_the_writers_log_probs_are_over_the_trained_rows(tmp_path: Path, teacher: str, processes: int) -> None:
+    save_padded_student(tmp_path)
     settings = {"objective.loss": "reverse_kl + sampled_kl(k2)", "train.steps": 2, "parallel.fsdp": processes}
     write_on_policy_run(tmp_path, **settings)
     with ExitStack() as servers:
@@ -210,37 +183,27 @@ def test_the_writers_log_probs_are_over_the_rows_that_training_counts(
             server = servers.enter_context(Server(tmp_path / "teacher"))
             write_on_policy_run(tmp_path, cached=True, **settings, **{"teacher.url": server.url})
         run_ranks(processes, "distill", tmp_path / "run.yaml")
-    for line in rollout_figures(tmp_path / "out"):
-        assert line["rollout/log_ratio_max"] < 1e-4
+    assert all(line["rollout/log_ratio_max"] < 1e-4 for line in rollout_figures(tmp_path / "out"))
 
 
 @pytest.mark.slow
 def test_a_server_that_counts_rows_of_padding_is_warned_of(tmp_path: Path) -> None:
-    student = build("llama", seed=1, vocab_size=len(toy_tokenizer()) + 60, tied=False)
-    student.save_pretrained(tmp_path / "student")
-    toy_tokenizer().save_pretrained(tmp_path / "student")
+    save_padded_student(tmp_path)
     with Server(tmp_path / "student", "--generate") as server:
-        served = {"rollout.engine": "stillhouse", "rollout.url": server.url, "train.steps": 1}
-        write_on_policy_run(tmp_path, **served)
-        command = run("distill", tmp_path / "run.yaml")
+        write_on_policy_run(tmp_path, **{"rollout.engine": "stillhouse", "rollout.url": server.url, "train.steps": 1})
+        shown = run("distill", tmp_path / "run.yaml").out
     rows = len(toy_tokenizer())
-    assert f"over all {rows + 60} rows of the student's head, but training only over the {rows} rows" in command.out
+    assert f"over all {rows + 60} rows of the student's head, but training only over the {rows} rows" in shown
 
 
 def test_a_decay_changes_no_mean_of_entropies(tmp_path: Path) -> None:
     """The first step has the same completions, and the entropies of random models hardly depend on the place."""
     settings = {"train.steps": 1, "objective.loss": "jsd(0.5)"}
-    first = [
-        rollout_figures(
-            distill(
-                write_on_policy_run(
-                    tmp_path, **settings, **{"rollout.position_decay": decay, "out": str(tmp_path / name)}
-                )
-            )
-        )
-        for name, decay in (("plain", 1.0), ("decayed", 0.5), ("vanishing", 1e-9))
-    ]
-    plain, *others = (lines[0] for lines in first)
+    lines = []
+    for decay in (1.0, 0.5, 1e-9):
+        changes = {"rollout.position_decay": decay, "out": str(tmp_path / f"{decay}")}
+        lines += rollout_figures(distill(write_on_policy_run(tmp_path, **settings, **changes)))
+    plain, *others = lines
     for line in others:
         assert line["tokens"] == plain["tokens"]
         for key in ("train/student_entropy_nats", "train/teacher_entropy_nats"):
@@ -258,15 +221,16 @@ def test_runs_of_versions_without_a_key_go_on(tmp_path: Path) -> None:
 
 
 def test_prompts_alone_need_no_completions(tmp_path: Path) -> None:
+    prompts = [{"prompt": f"Two and {number} is"} for number in range(15)]
     config = write_on_policy_run(tmp_path, **{"data.eval": 0, "train.steps": 2})
-    write_records(tmp_path / "train.jsonl", [{"prompt": f"Two and {number} is"} for number in range(15)])
+    write_records(tmp_path / "train.jsonl", prompts)
     assert len(rollout_figures(distill(config))) == 2
     run("export", tmp_path / "out", "--out", tmp_path / "made")
     size = f"4 prompts with {config.rollout.samples_per_prompt} completions of each"
     assert f"2 optimizer steps of {size}; " in (tmp_path / "made" / "README.md").read_text()
     held_out = write_on_policy_run(tmp_path / "held_out", **{"data.eval": 0.3})
-    write_records(tmp_path / "held_out" / "train.jsonl", [{"prompt": f"Two and {number} is"} for number in range(15)])
-    with pytest.raises(ConfigError, match=r"data.eval: got 0\.3, but held-out metrics need completions"):
+    write_records(tmp_path / "held_out" / "train.jsonl", prompts)
+    with refused("data.eval", "data.eval: got 0.3, but held-out metrics need completions"):
         prepare(held_out, announce=False)
 
 
@@ -282,12 +246,8 @@ def test_prompts_alone_need_no_completions(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("hooks")
-def test_the_gradients_of_the_same_completions_under_every_layout(
+def test_gradients_of_the_same_completions_under_every_layout(
     tmp_path: Path, loss: str, settings: dict[str, Any]
 ) -> None:
     write_on_policy_run(tmp_path, **{"objective.loss": loss, "data.eval": 0} | settings)
-    ranks = run_ranks(2, "parity", tmp_path / "run.yaml")
-    rows = [line for line in ranks[0].out.splitlines() if line.endswith("  same")]
-    same = {line.split("  ")[0] for line in rows}
-    assert same >= {"fsdp 2", "replicate 2", "tensor 2", "context 2", "pipeline 2, 1f1b", "pipeline 2, gpipe"}
-    assert "DIFFERENT" not in ranks[0].out
+    assert_same_under_layouts(tmp_path)

@@ -1,6 +1,5 @@
 """What on-policy runs write beside the model: samples, timeline, metrics and the completions of check."""
 
-import json
 import re
 import socket
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import pytest
 from kit import slow
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import run_ranks
-from kit.runs import metrics, run
+from kit.runs import json_lines, metrics, run
 
 from stillhouse.loops.greedy_evaluation import EvaluationContext
 from stillhouse.output.records import TimelineSpan
@@ -23,7 +22,7 @@ from stillhouse.run.run import distill
 def test_one_step_is_what_the_files_say(tmp_path: Path) -> None:
     settings = {"objective.loss": "reverse_kl + policy_gradient", "rollout.reward": f"{__name__}:letters"}
     out = distill(write_on_policy_run(tmp_path, **settings, **{"train.steps": 2, "rollout.samples": 4}))
-    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    samples = json_lines(out / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [1, 1, 1, 1, 2, 2, 2, 2]
     prompts = [sample["prompt"] for sample in samples]
     assert prompts[::2] == prompts[1::2], "both completions of a prompt"
@@ -38,7 +37,7 @@ def test_one_step_is_what_the_files_say(tmp_path: Path) -> None:
         assert {token["version"] for token in sample["tokens"]} == {sample["step"] - 1}
         assert all(token["divergence"] > 0 for token in sample["tokens"])
         assert sample["prompt"].endswith("is")
-    lanes = {json.loads(line)["lane"] for line in (out / "timeline.jsonl").read_text().splitlines()}
+    lanes = {span["lane"] for span in json_lines(out / "timeline.jsonl")}
     assert lanes == {"rollout", "teacher", "trainer", "weights"}
 
 
@@ -47,16 +46,12 @@ def test_console_timeline_and_metrics_count_the_same_seconds(tmp_path: Path, sch
     write_on_policy_run(tmp_path, **{"rollout.schedule": schedule, "eval.every": 2})
     shown = run("distill", tmp_path / "run.yaml").out
     lines = {line["step"]: line for line in metrics(tmp_path / "out") if "speed/waiting" in line}
-    spans = [json.loads(line) for line in (tmp_path / "out" / "timeline.jsonl").read_text().splitlines()]
-    by_step = {
-        step: sorted((s for s in spans if (s["lane"], s["step"]) == ("trainer", step)), key=start) for step in lines
-    }
+    spans = json_lines(tmp_path / "out" / "timeline.jsonl")
+    spans.sort(key=lambda span: span["start"])
     for step, line in lines.items():
-        of_step = by_step[step]
+        of_step = [span for span in spans if (span["lane"], span["step"]) == ("trainer", step)]
         for before, after in pairwise(of_step):
-            assert after["start"] == pytest.approx(before["stop"], abs=4e-4), (
-                "the spans leave no gap and do not overlap"
-            )
+            assert after["start"] == pytest.approx(before["stop"], abs=4e-4), "no gap, and no overlap"
         seconds = sum(span["stop"] - span["start"] for span in of_step)
         waited = sum(span["stop"] - span["start"] for span in of_step if span["what"].startswith("wait"))
         assert seconds == pytest.approx(line["speed/step_seconds"], abs=2e-3)
@@ -67,15 +62,10 @@ def test_console_timeline_and_metrics_count_the_same_seconds(tmp_path: Path, sch
     drawn = timeline([TimelineSpan(**span) for span in spans])
     assert drawn is not None
     weighted = sum(line["speed/waiting"] * line["speed/step_seconds"] for line in lines.values())
-    assert drawn.waiting == pytest.approx(
-        weighted / sum(line["speed/step_seconds"] for line in lines.values()), abs=0.02
-    )
+    seconds = sum(line["speed/step_seconds"] for line in lines.values())
+    assert drawn.waiting == pytest.approx(weighted / seconds, abs=0.02)
     for lane in drawn.lanes:
         assert sum(percent for _, percent in lane.shares) == 100, lane.name
-
-
-def start(span: dict[str, Any]) -> float:
-    return float(span["start"])
 
 
 def letters(prompt: str, completion: str, record: dict[str, Any]) -> float:
@@ -140,9 +130,7 @@ def test_check_calls_each_function_of_the_run_once(tmp_path: Path, served: list[
         ("eval.callbacks=[HERE:perplexity]", "eval.callbacks: HERE:perplexity raises ZeroDivisionError: "),
         slow("rollout.environment=HERE:Refuses", "rollout.environment: HERE:Refuses.step raises RuntimeError: no mo"),
         slow("eval.prompts.reward=HERE:fails", "eval.prompts.reward: HERE:fails raises KeyError: 'answer' for the"),
-        slow(
-            "checkpoint.best=eval/text", "checkpoint.best: got eval/text, but the evaluation of step 0 has only eval/"
-        ),
+        slow("checkpoint.best=eval/text", "checkpoint.best: got eval/text, but the evaluation of step 0 has only"),
     ],
 )
 def test_check_fails_with_a_function_as_the_run_would(
@@ -169,11 +157,9 @@ def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
         assert expected in command.out
     assert not (tmp_path / "out").exists()
     facts = r"tokens, (?:ended by itself|cut at the limit), reward (\S+) \(letters (\S+), same 0.25\), advantage \S+,"
-    shown = re.search(
-        rf"^completion +\S+train.jsonl:\d+, student's, \d+ {facts}.* in ⟦ ⟧:\n.*Two.* is⟦", command.out, re.MULTILINE
-    )
+    row = rf"^completion +\S+train.jsonl:\d+, student's, \d+ {facts}.* in ⟦ ⟧:\n.*Two.* is⟦"
+    shown = re.search(row, command.out, re.MULTILINE)
     assert shown is not None, command.out
     assert float(shown[1]) == 2 * float(shown[2]) + 0.25
-    assert re.search(
-        r"^rewards +of 4 completions: from \S+ to \S+, mean \S+, standard dev", command.out, re.MULTILINE
-    )
+    row = r"^rewards +of 4 completions: from \S+ to \S+, mean \S+, standard dev"
+    assert re.search(row, command.out, re.MULTILINE)

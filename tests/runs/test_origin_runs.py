@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from kit import slow
 from kit.layout_runs import weights
-from kit.on_policy_runs import rollout_figures, write_on_policy_run
-from kit.ranks import run_ranks
+from kit.on_policy_runs import assert_same_under_layouts, rollout_figures, write_on_policy_run
+from kit.runs import refused, refused_runs
 from kit.tensors import assert_equal_tensors
 
-from stillhouse.config import ConfigError, RunConfig
+from stillhouse.config import RunConfig
 from stillhouse.run.run import distill, prepare
 
 DISTILLM = {"dataset": "skew_forward_kl(0.1)", "student": "skew_reverse_kl(0.1)"}
@@ -21,15 +21,10 @@ def write(folder: Path, by_origin: dict[str, str], **settings: Any) -> RunConfig
     return write_on_policy_run(folder, **defaults | {"objective.by_origin": by_origin or None} | settings)
 
 
-@pytest.mark.parametrize(
-    ("by_origin", "settings"),
-    [
-        (DISTILLM, {}),
-        slow(
-            {"dataset": "0.3*cross_entropy + forward_kl", "teacher": "cross_entropy"}, {"rollout.writer": "teacher"}
-        ),
-    ],
-)
+OF_TEACHER = {"dataset": "0.3*cross_entropy + forward_kl", "teacher": "cross_entropy"}
+
+
+@pytest.mark.parametrize(("by_origin", "settings"), [(DISTILLM, {}), slow(OF_TEACHER, {"rollout.writer": "teacher"})])
 def test_metrics_have_the_terms_of_each_origin(
     tmp_path: Path, by_origin: dict[str, str], settings: dict[str, Any]
 ) -> None:
@@ -55,23 +50,12 @@ def test_equal_objectives_are_the_plain_run_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_gradients_are_those_of_one_process_under_every_layout(tmp_path: Path) -> None:
     write(tmp_path, DISTILLM, **{"data.eval": 0})
-    ranks = run_ranks(2, "parity", tmp_path / "run.yaml")
-    same = {line.split("  ")[0] for line in ranks[0].out.splitlines() if line.endswith("  same")}
-    assert same >= {"fsdp 2", "replicate 2", "tensor 2", "context 2", "pipeline 2, 1f1b", "pipeline 2, gpipe"}
-    assert "DIFFERENT" not in ranks[0].out
+    assert_same_under_layouts(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("by_origin", "settings", "key", "problem"),
-    [
-        ({"dataset": "sampled_kl", "student": "reverse_kl"}, {}, "dataset", "tokens that the student has sampled"),
-        ({"dataset": "forward_kl", "student": "cross_entropy"}, {}, "student", "completions of the dataset"),
-        ({"dataset": "forward", "student": "reverse_kl"}, {}, "dataset", "unknown|expected"),
-    ],
-)
+@pytest.mark.parametrize(("by_origin", "key", "text"), refused_runs("objective of an origin"))
 def test_a_term_that_rows_of_an_origin_cannot_have_is_refused_by_its_key(
-    tmp_path: Path, by_origin: dict[str, str], settings: dict[str, Any], key: str, problem: str
+    tmp_path: Path, by_origin: dict[str, str], key: str, text: str
 ) -> None:
-    with pytest.raises(ConfigError, match=problem) as raised:
-        prepare(write(tmp_path, by_origin, **settings), announce=False)
-    assert raised.value.key == f"objective.by_origin.{key}"
+    with refused(key, text):
+        prepare(write(tmp_path, by_origin), announce=False)

@@ -1,26 +1,24 @@
 """On-policy runs with several weighted sources of prompts, each with its own reward, sampling and share."""
 
-import json
 import math
-import signal
 import statistics
-import sys
 from collections import Counter
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.on_policy_runs import rollout_figures, write_on_policy_run
+from kit.on_policy_runs import rollout_figures, write_module, write_on_policy_run
 from kit.ranks import run_ranks
-from kit.runs import Command, contents, run, write_records
+from kit.runs import contents, json_lines, refused, refused_runs, run, write_records
 from kit.serving import Server
-from kit.signal_hooks import signal_at
+from kit.signal_hooks import kill_at
 from kit.teacher_gradients import assert_same_as_float64, named_gradients
 from transformers import AutoModelForCausalLM
 
-from stillhouse.config import ConfigError, RunConfig
+from stillhouse.config import RunConfig
 from stillhouse.loops.rollouts import open_rollout
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import RolloutLog
@@ -46,14 +44,11 @@ LOSS = "policy_gradient(teacher_kl=0.3) + reverse_kl"
 
 @pytest.fixture
 def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hooks.py").write_text(HOOKS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "hooks", raising=False)
+    write_module(tmp_path, monkeypatch, "hooks", HOOKS)
 
 
 def write_mixture(
-    folder: Path, of_counts: dict[str, Any] = OF_COUNTS, weight: float = 0.25, **settings: Any
+    folder: Path, of_counts: dict[str, Any] = OF_COUNTS, weight: float = 0.25, **more: Any
 ) -> RunConfig:
     """A run with two sources: `train`, with three quarters of the prompts, and `counts`."""
     folder.mkdir(exist_ok=True)
@@ -64,11 +59,11 @@ def write_mixture(
         {"source": str(folder / "counts.jsonl"), "weight": weight, "rollout": of_counts},
     ]
     defaults = {"rollout.reward": "hooks:length", "objective.loss": LOSS, "data.train": sources}
-    return write_on_policy_run(folder, **defaults | settings)
+    return write_on_policy_run(folder, **defaults | more)
 
 
 def shown(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    return json_lines(out / "samples.jsonl")
 
 
 @pytest.mark.usefixtures("hooks")
@@ -119,15 +114,10 @@ def test_a_step_has_the_metrics_of_both_sources(tmp_path: Path) -> None:
         assert line["rollout/log_ratio_max"] < 1e-4
         means = [line[f"rollout/{name}/reverse_kl_nats_per_token"] for name in ("train", "counts")]
         assert min(means) < line["loss/reverse_kl_nats_per_token"] < max(means)
-        assert (
-            line["rollout/counts/cross_entropy_nats_per_token"]
-            == 0
-            < line["rollout/train/cross_entropy_nats_per_token"]
-        )
-    replies = [
-        not token["target"] for sample in shown(out) for token in sample["tokens"] if "Say" in sample["prompt"]
-    ]
-    assert any(replies)
+        hard = [line[f"rollout/{name}/cross_entropy_nats_per_token"] for name in ("counts", "train")]
+        assert hard[0] == 0 < hard[1]
+    of_source = [sample["tokens"] for sample in shown(out) if "Say" in sample["prompt"]]
+    assert any(not token["target"] for tokens in of_source for token in tokens), "the replies"
     assert len(shown(out)) == 3 * 16
 
 
@@ -158,9 +148,8 @@ def test_the_gradients_of_a_step_are_those_of_plain_autograd(tmp_path: Path) -> 
         assert micro_batches is not None
         session.models.step(micro_batches)
         gradients = {name: gradient.clone() for name, gradient in named_gradients(session.models.student).items()}
-    student, teacher = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64) for name in ("student", "teacher")
-    )
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float64)
+    student, teacher = (load(tmp_path / name) for name in ("student", "teacher"))
     assert session.rollout.prompts is not None
     losses, tokens = [], 0
     for sample in samples:
@@ -173,9 +162,8 @@ def test_the_gradients_of_a_step_are_those_of_plain_autograd(tmp_path: Path) -> 
         ids = torch.tensor([*prompt.tolist(), *sample.completion.ids_N.tolist()])
         logits, of_teacher = (model(ids[None]).logits[0, len(prompt) - 1 : -1] for model in (student, teacher))
         temperature, labels = (1.0, 0.6)[source], ids[len(prompt) :, None]
-        log_q, log_p = (
-            values.div(temperature).log_softmax(-1).gather(1, labels)[:, 0] for values in (logits, of_teacher)
-        )
+        hot = [values.div(temperature).log_softmax(-1) for values in (logits, of_teacher)]
+        log_q, log_p = (values.gather(1, labels)[:, 0] for values in hot)
         old = torch.from_numpy(sample.completion.log_probs_N).double()
         assert (log_q - old).abs().max() < 1e-5
         weight = (log_q - old).exp().clamp(max=2).detach()
@@ -185,27 +173,19 @@ def test_the_gradients_of_a_step_are_those_of_plain_autograd(tmp_path: Path) -> 
         tokens += len(labels)
     (torch.stack(losses).sum() / tokens).backward()
     here = {"lm_head.weight": "head.linear.weight"}
-    expected = named_gradients(student)
-    assert_same_as_float64(
-        gradients, {here.get(name, name.replace("model", "backbone", 1)): expected[name] for name in expected}
-    )
+    expected = named_gradients(student).items()
+    renamed = {here.get(name, name.replace("model", "backbone", 1)): gradient for name, gradient in expected}
+    assert_same_as_float64(gradients, renamed)
 
 
 @pytest.mark.usefixtures("hooks")
-def test_a_source_without_a_reward_and_a_function_that_is_missing_are_refused_by_their_full_keys(
-    tmp_path: Path,
+@pytest.mark.parametrize(("of_counts", "key", "text"), refused_runs("sources of prompts"))
+def test_a_source_whose_functions_are_missing_is_refused_by_its_full_key(
+    tmp_path: Path, of_counts: dict[str, Any], key: str, text: str
 ) -> None:
-    for of_counts, key in (
-        ({"reward": None}, "data.train[1].rollout.reward"),
-        ({"reward": "hooks:missing"}, "data.train[1].rollout.reward"),
-        ({"environment": "hooks:none"}, "data.train[1].rollout.environment"),
-    ):
-        with pytest.raises(ConfigError) as raised:
-            prepare(
-                write_mixture(tmp_path, OF_COUNTS | of_counts, **{"objective.loss": "policy_gradient"}),
-                announce=False,
-            )
-        assert raised.value.key == key
+    with refused(key, text):
+        config = write_mixture(tmp_path, OF_COUNTS | of_counts, **{"objective.loss": "policy_gradient"})
+        prepare(config, announce=False)
 
 
 @pytest.mark.slow
@@ -224,10 +204,9 @@ def test_two_processes_have_the_figures_of_one(tmp_path: Path) -> None:
 def test_a_killed_run_goes_on_to_the_bit_and_not_with_other_sources(tmp_path: Path) -> None:
     settings = {"rollout.schedule": "async", "rollout.max_staleness": 4, "checkpoint.every": 2}
     undisturbed = distill(write_mixture(tmp_path, **settings, out=str(tmp_path / "undisturbed")))
-    config = write_mixture(tmp_path, **settings)
-    out, run_yaml = Path(config.out), tmp_path / "run.yaml"
-    command = Command("distill", run_yaml, hook=signal_at, hook_arguments=(3, signal.SIGKILL))
-    assert command.wait() == -signal.SIGKILL, command.err
+    write_mixture(tmp_path, **settings)
+    out, run_yaml = tmp_path / "out", tmp_path / "run.yaml"
+    kill_at(3, out, run_yaml)
     hotter = OF_COUNTS | {"temperature": 0.7}
     for of_counts, weight, key in (
         (OF_COUNTS, 0.5, "data.train[0].weight (0.75 in the folder, now 0.5)"),
@@ -251,12 +230,8 @@ def test_a_server_writes_with_the_sampling_of_every_source(tmp_path: Path) -> No
     expected = shown(distill(write_mixture(tmp_path, of_counts, **settings, out=str(tmp_path / "one"))))
     with Server(tmp_path / "student", "--generate") as server:
         served = ["rollout.engine=stillhouse", f"rollout.url={server.url}", f"out={tmp_path / 'served'}"]
-        arguments = ("distill", tmp_path / "run.yaml", *served)
-        command = Command(*arguments, hook=signal_at, hook_arguments=(3, signal.SIGKILL))
-        assert command.wait() == -signal.SIGKILL, command.err
-        run(*arguments)
-    completions, same = (
-        [sample["completion"] for sample in samples] for samples in (shown(tmp_path / "served"), expected)
-    )
-    assert completions == same
+        kill_at(3, tmp_path / "served", tmp_path / "run.yaml", *served)
+        run("distill", tmp_path / "run.yaml", *served)
+    for sample, same in zip(shown(tmp_path / "served"), expected, strict=True):
+        assert sample["completion"] == same["completion"]
     assert all(line["rollout/log_ratio_max"] < 1e-4 for line in rollout_figures(tmp_path / "served"))

@@ -4,19 +4,16 @@ import json
 import re
 import shutil
 import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kit import slow
-from kit.on_policy_runs import rollout_figures, write_on_policy_run
+from kit.on_policy_runs import rollout_figures, write_module, write_on_policy_run
 from kit.ranks import Ranks, run_ranks
-from kit.runs import Command, contents, metrics, run, write_records, write_run
-from kit.signal_hooks import signal_at
+from kit.runs import contents, edit_json, metrics, refused, refused_runs, run, write_records, write_run
+from kit.signal_hooks import kill_at, signal_at
 
-from stillhouse.config import ConfigError
 from stillhouse.output.progress import read_state, write_state
 from stillhouse.run.run import prepare
 from stillhouse.user_code.function_state import FunctionStates, has_state, state_text
@@ -134,21 +131,16 @@ ON_POLICY = {
 }
 
 
+TURNS = {"rollout.environment": "hooks:replies", "rollout.stop": ["e", "a"]}
+
+
 @pytest.fixture(autouse=True)
-def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "hooks.py").write_text(HOOKS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("hooks", None)
+def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_module(tmp_path, monkeypatch, "hooks", HOOKS)
 
 
 def finished(processes: int, *arguments: Any, code: int = 0, **options: Any) -> str:
     """Run a command to its end in new processes, and return what they print."""
-    if processes == 1:
-        command = Command(*arguments, **options)
-        assert command.wait() == code, command.err
-        return command.out + command.err
     ranks = Ranks(processes, *arguments, **options)
     assert set(ranks.wait()) == {code}, ranks.texts
     return ranks.texts
@@ -159,22 +151,12 @@ def finished(processes: int, *arguments: Any, code: int = 0, **options: Any) -> 
     [
         (1, {"rollout.reward": "hooks:stateful"}),
         slow(1, {"rollout.reward": "hooks:plain"}),
-        slow(
-            1,
-            {
-                "rollout.reward": "hooks:stateful + 0.5*hooks:length",
-                "rollout.schedule": "one_step_off",
-                "rollout.environment": "hooks:replies",
-                "rollout.stop": ["e", "a"],
-            },
-        ),
+        slow(1, {"rollout.reward": "hooks:stateful + 0.5*hooks:length", "rollout.schedule": "one_step_off"} | TURNS),
         slow(2, {"rollout.reward": "hooks:stateful", "parallel.fsdp": 2}),
     ],
     ids=str,
 )
-def test_a_killed_run_keeps_the_state_of_its_functions(
-    tmp_path: Path, processes: int, settings: dict[str, Any]
-) -> None:
+def test_a_killed_run_keeps_the_states_of_functions(tmp_path: Path, processes: int, settings: dict[str, Any]) -> None:
     """A reward with a state that it does not offer is another one after a resume, and the run has said so."""
     write_on_policy_run(tmp_path, **ON_POLICY | settings)
     arguments, out = ("distill", tmp_path / "run.yaml"), tmp_path / "out"
@@ -183,11 +165,8 @@ def test_a_killed_run_keeps_the_state_of_its_functions(
     compared = r"warning: rollout\.reward: hooks:plain gives \S+ and later \S+ for the same arguments"
     assert len(re.findall(compared, shown)) == (not is_kept)
     assert shown.count("for the same arguments") == (not is_kept)
-    hook = {"hook": signal_at, "hook_arguments": (3, signal.SIGKILL)}
-    if processes == 1:
-        assert Command(*arguments, **hook).wait() == -signal.SIGKILL
-    else:
-        assert -signal.SIGKILL in Ranks(processes, *arguments, **hook).wait(grace=2)
+    killed = Ranks(processes, *arguments, hook=signal_at, hook_arguments=(3, signal.SIGKILL))
+    assert -signal.SIGKILL in killed.wait(grace=2)
     shown = finished(processes, *arguments)
     assert "resuming from" in shown
     assert "for the same arguments" not in shown  # the calls of a resumed run are those of the undisturbed one
@@ -202,9 +181,8 @@ def test_functions_of_evaluations_keep_their_state(tmp_path: Path) -> None:
     prompts = {"data": str(tmp_path / "prompts.jsonl"), "max_new_tokens": 3, "reward": "hooks:stateful"}
     settings = {"train.steps": 4, "eval.every": 1, "checkpoint.every": 2}
     write_run(tmp_path, **settings, **{"eval.callbacks": ["hooks:count"], "eval.prompts": prompts})
-    arguments = ("distill", tmp_path / "run.yaml")
-    assert Command(*arguments, hook=signal_at, hook_arguments=(3, signal.SIGKILL)).wait() == -signal.SIGKILL
-    assert "resuming from" in finished(1, *arguments)
+    kill_at(3, tmp_path / "out", tmp_path / "run.yaml")
+    assert "resuming from" in finished(1, "distill", tmp_path / "run.yaml")
     evaluations = [line for line in metrics(tmp_path / "out") if "eval/count" in line]
     assert [line["eval/count"] for line in evaluations] == [1, 2, 3, 4, 5]
     functions = read_state(tmp_path / "out" / "checkpoints" / "step-00000004").progress.functions
@@ -250,46 +228,18 @@ def test_a_state_that_cannot_be_saved_later_keeps_the_last_checkpoint(
 @pytest.mark.slow
 def test_a_changed_source_of_a_reward_is_said(tmp_path: Path) -> None:
     write_on_policy_run(tmp_path, **ON_POLICY, **{"rollout.reward": "hooks:stateful"})
-    arguments = ("distill", tmp_path / "run.yaml")
-    command = Command(*arguments, hook=signal_at, hook_arguments=(3, signal.SIGKILL))
-    assert command.wait() == -signal.SIGKILL
-    path = tmp_path / "hooks.py"
-    path.write_text(path.read_text().replace("Stateful()", "Plain()"))
-    shown = finished(1, *arguments)
+    kill_at(3, tmp_path / "out", tmp_path / "run.yaml")
+    (tmp_path / "hooks.py").write_text(HOOKS.replace("Stateful()", "Plain()"))
+    shown = finished(1, "distill", tmp_path / "run.yaml")
     assert "warning: the source of hooks has changed since the checkpoint was written" in shown
     assert "warning: rollout.reward: hooks:stateful no longer has state_dict and load_state_dict" in shown
 
 
-@pytest.mark.parametrize(
-    ("settings", "key", "problem"),
-    [
-        (
-            {"rollout.workers": 1},
-            "rollout.workers",
-            r"got 1: expected 0, because rollout\.reward: hooks:stateful has",
-        ),
-        ({"rollout.reward": "hooks:half"}, "rollout.reward", "has only state_dict: expected both"),
-        ({"rollout.reward": "hooks:tuples"}, "rollout.reward", "types that JSON does not have"),
-        ({"rollout.reward": "hooks:numbers"}, "rollout.reward", "types that JSON does not have"),
-        ({"rollout.reward": "hooks:length + hooks:tensors"}, "rollout.reward", "types that JSON does not have"),
-        ({"rollout.reward": "hooks:endless"}, "rollout.reward", "nested too deeply"),
-        ({"rollout.reward": "hooks:digits"}, "rollout.reward", "an integer with too many digits"),
-        ({"rollout.reward": "hooks:long"}, "rollout.reward", "expected at most 16,777,216"),
-        ({"rollout.environment": "hooks:half"}, "rollout.environment", "has only state_dict"),
-        (
-            {"eval.prompts": {"data": "train.jsonl", "max_new_tokens": 3, "reward": "hooks:length + hooks:tuples"}},
-            "eval.prompts.reward",
-            "types that JSON does not have",
-        ),
-    ],
-)
-def test_a_state_that_cannot_be_kept_is_refused(
-    tmp_path: Path, settings: dict[str, Any], key: str, problem: str
-) -> None:
-    config = write_on_policy_run(tmp_path, **ON_POLICY, **{"rollout.reward": "hooks:stateful"} | settings)
-    with pytest.raises(ConfigError, match=problem) as raised:
-        prepare(config, announce=False)
-    assert raised.value.key == key
+@pytest.mark.parametrize(("settings", "key", "text"), refused_runs("state of functions"))
+def test_a_state_that_cannot_be_kept(tmp_path: Path, settings: dict[str, Any], key: str, text: str) -> None:
+    settings = ON_POLICY | {"rollout.reward": "hooks:stateful"} | settings
+    with refused(key, text):
+        prepare(write_on_policy_run(tmp_path, **settings), announce=False)
 
 
 def test_the_object_of_a_method_and_the_class_of_an_environment_have_a_state() -> None:
@@ -325,26 +275,22 @@ def test_a_function_that_does_not_load_its_state_is_named() -> None:
 
 
 def changed_ends(student: Path) -> None:
-    path = student / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [2, 9]}))
+    edit_json(student / "generation_config.json", eos_token_id=[2, 9])
 
 
 def changed_decoder(student: Path) -> None:
     path = student / "tokenizer.json"
-    content = json.loads(path.read_text())
-    content["decoder"] = {"type": "Sequence", "decoders": [content["decoder"], {"type": "Fuse"}]}
-    path.write_text(json.dumps(content))
+    before = json.loads(path.read_text())["decoder"]
+    edit_json(path, decoder={"type": "Sequence", "decoders": [before, {"type": "Fuse"}]})
 
 
 def changed_template(student: Path) -> None:
     (student / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
 
 
-REFUSED = {
-    changed_ends: "the ids that end a completion (eos_token_id in generation_config.json, or the tokenizer's eos_",
-    changed_decoder: "the text of ids and conversations (the decoder, the added tokens or the chat template of the",
-    changed_template: "the text of ids and conversations (the decoder, the added tokens or the chat template of the",
-}
+OF_ENDS = "the ids that end a completion (eos_token_id in generation_config.json, or the tokenizer's eos_"
+OF_TEXTS = "the text of ids and conversations (the decoder, the added tokens or the chat template of the"
+REFUSED = {changed_ends: OF_ENDS, changed_decoder: OF_TEXTS, changed_template: OF_TEXTS}
 
 
 @pytest.mark.parametrize("processes", [1, slow(2)])

@@ -1,6 +1,7 @@
 """Rewards of a user's server, alone and in a weighted sum: answers, errors, retries, and a run that continues."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 from kit import slow
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import Ranks, run_ranks
-from kit.runs import contents, metrics
+from kit.runs import contents, json_lines, metrics, refused_changes
 from kit.stub_servers import QuietHandler, listen
 
 from stillhouse.config.reward_sum import part_names
@@ -22,7 +23,7 @@ from stillhouse.config.servers import ServerError
 from stillhouse.report.curves import draw_charts
 from stillhouse.report.run_files import read_run
 from stillhouse.serving.client import pool
-from stillhouse.serving.client.reward_server import MOST_BYTES, RewardServer
+from stillhouse.serving.client.reward_server import RewardServer
 from stillhouse.user_code.functions import Turn
 
 REWARDED = {"objective.loss": "policy_gradient + reverse_kl", "data.eval": 0, "rollout.schedule": "async"}
@@ -51,8 +52,11 @@ class Server:
         self.url = f"http://127.0.0.1:{self.http.server_port}/reward?of=run"
 
 
+Starter = Callable[..., Server]
+
+
 @pytest.fixture
-def servers() -> Iterator[Callable[..., Server]]:
+def servers() -> Iterator[Starter]:
     started: list[Server] = []
 
     def start(answer: Callable[[dict[str, Any]], tuple[int, bytes]]) -> Server:
@@ -71,7 +75,7 @@ def reward_of(server: Server, record: Any = None) -> float:
         return client.request("rollout.reward", "", "2 + 2 =", " 5", record, "train.jsonl:3", TURNS).result(30)
 
 
-def test_a_server_gets_prompt_completion_and_record(servers: Callable[..., Server]) -> None:
+def test_a_server_gets_prompt_completion_and_record(servers: Starter) -> None:
     server = servers(lambda request: (200, b'{"reward": 0.5, "more": "is not read"}'))
     assert reward_of(server) == 0.5
     expected = {"prompt": "2 + 2 =", "completion": " 5", "record": {"a": 1}, "turns": TURNS}
@@ -80,38 +84,14 @@ def test_a_server_gets_prompt_completion_and_record(servers: Callable[..., Serve
         reward_of(server, {"raw": b"bytes"})
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "error", "words", "count"),
-    [
-        (200, b'{"reward": NaN}', ValueError, r"gives nan for the completion ' 5' of train\.jsonl:3: expected", 1),
-        (200, b'{"reward": "1"}', ValueError, r"gives '1' for the completion", 1),
-        (200, b'{"score": 1}', ValueError, r"gives dict for the completion", 1),
-        (200, b"1", ValueError, r"gives 1 for the completion", 1),
-        (
-            422,
-            b"no such field",
-            ValueError,
-            r"refuses the request for the completion ' 5' of train\.jsonl:3: .*422",
-            1,
-        ),
-        (200, b'{"reward"', ServerError, r"5 answers could not be used", 5),
-        (200, b"1" * (MOST_BYTES + 1), ServerError, r"an answer of more than 65,536 bytes", 5),
-        (503, b"", ServerError, r"no server of the reward has answered for 1 seconds", 0),
-    ],
-    ids=range(8),
-)
-def test_an_answer_that_is_no_reward_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-    servers: Callable[..., Server],
-    status: int,
-    body: bytes,
-    error: type[Exception],
-    words: str,
-    count: int,
+@pytest.mark.parametrize(("answer", "text"), refused_changes("answer of a reward"))
+def test_an_answer_that_is_no_reward(
+    monkeypatch: pytest.MonkeyPatch, servers: Starter, answer: str, text: str
 ) -> None:
     monkeypatch.setattr(pool, "FIRST_PAUSE", 0.01)
+    status, body, count = eval(answer)
     server = servers(lambda request: (status, body))
-    with pytest.raises(error, match=words):
+    with pytest.raises(ValueError if count == 1 else ServerError, match=re.escape(text)):
         reward_of(server)
     assert not count or len(server.requests) == count
 
@@ -130,7 +110,7 @@ def vowels(request: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize(("workers", "processes"), [(0, 1), slow(2, 2)])
 @pytest.mark.usefixtures("functions")
 def test_a_weighted_sum_is_that_of_one_function(
-    tmp_path: Path, servers: Callable[..., Server], workers: int, processes: int
+    tmp_path: Path, servers: Starter, workers: int, processes: int
 ) -> None:
     """Some requests fail once, and answers come in another order than the requests. The same in evaluations."""
 
@@ -155,22 +135,17 @@ def test_a_weighted_sum_is_that_of_one_function(
     for line, (length, of_server) in zip(figures, parts, strict=True):
         assert 0.5 * length + 2 * of_server == pytest.approx(line["rollout/reward"])
     assert contents(tmp_path / "out" / "model") == contents(tmp_path / "one" / "model")
-    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
-    for sample in samples:
-        length, of_server = (sample["reward_parts"][name] for name in names)
-        assert 0.5 * length + 2 * of_server == sample["reward"]
-    of_eval_one, of_eval_two = (
-        [line for line in metrics(tmp_path / name) if "eval/prompts/reward" in line] for name in ("one", "out")
-    )
+    runs = [metrics(tmp_path / name) for name in ("one", "out")]
+    of_eval_one, of_eval_two = ([line for line in lines if "eval/prompts/reward" in line] for lines in runs)
     assert [line["step"] for line in of_eval_two] == [0, 2, 4]
     for one, two in zip(of_eval_one, of_eval_two, strict=True):
         assert one["eval/prompts/reward"] == two["eval/prompts/reward"]
         length, of_server = (two[f"eval/prompts/reward/{name}"] for name in names)
         assert 0.5 * length + 2 * of_server == pytest.approx(two["eval/prompts/reward"])
-    shown = [json.loads(line) for line in (tmp_path / "out" / "eval_samples.jsonl").read_text().splitlines()]
+    shown = json_lines(tmp_path / "out" / "eval_samples.jsonl")
     expected = [(step, number) for step in (0, 2, 4) for number in range(3)]
     assert [(sample["step"], sample["number"]) for sample in shown] == expected
-    for sample in shown:
+    for sample in (*json_lines(tmp_path / "out" / "samples.jsonl"), *shown):
         length, of_server = (sample["reward_parts"][name] for name in names)
         assert 0.5 * length + 2 * of_server == sample["reward"]
     assert fmean(sample["reward"] for sample in shown[:3]) == pytest.approx(of_eval_two[0]["eval/prompts/reward"])
@@ -187,7 +162,7 @@ def test_names_of_the_parts_differ_and_have_no_query() -> None:
 @pytest.mark.parametrize("processes", [1, slow(2)])
 @pytest.mark.usefixtures("functions")
 def test_a_run_whose_server_is_lost_continues_with_the_same_samples(
-    tmp_path: Path, servers: Callable[..., Server], processes: int
+    tmp_path: Path, servers: Starter, processes: int
 ) -> None:
     is_lost = threading.Event()
 

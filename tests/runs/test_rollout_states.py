@@ -1,5 +1,7 @@
 """A queue's state in a checkpoint: what a run cannot have had at the checkpoint's step is refused by name."""
 
+import json
+import math
 import re
 import signal
 from collections.abc import Callable
@@ -10,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.on_policy_runs import PROMPTS, SAMPLES, STEPS, LateEngine, queue_of, write_on_policy_run
+from kit.on_policy_runs import SAMPLES, STEPS, LateEngine, queue_of, write_on_policy_run
 from kit.ranks import Ranks
+from kit.runs import refused_changes
 from kit.signal_hooks import signal_at
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -20,16 +23,19 @@ from stillhouse.checkpoint.checkpoint_folder import ROLLOUTS
 from stillhouse.checkpoint.save import read_queue, write_queue
 from stillhouse.output.disk import hashes
 from stillhouse.output.progress import read_state, write_state
-from stillhouse.rollout import QueueState, RolloutQueue, Sample
+from stillhouse.rollout import QueueState, RolloutQueue
 
 #: the steps that are made before the checkpoint; the first groups of the next step are those from FIRST on
 STEP = 5
 FIRST = 4 * STEP
 SCHEDULES = [(0, True, 0), (1, True, 0), (2, True, 0), (1, False, 1), (2, False, 2)]
 
-WRONG_PARTS = '{"asked_at": [], "trained": [], "reward_parts": [[NaN]]}'
-WRONG_CALLS = '{"asked_at": [], "trained": [], "tool_calls": [[1, 2]]}'
-WRONG_REWARDS = '{"asked_at": [], "trained": [], "object_rewards": ["1"]}'
+NO_GROUPS = {"asked_at": [], "trained": []}
+OF_SAMPLES = ({"reward_parts": [[math.nan]]}, {"tool_calls": [[1, 2]]}, {"object_rewards": ["1"]})
+WRONG_GROUPS = (
+    *('{"asked_at": [[20, 3], [20, 4]], "trained": []}', '{"asked_at": [["20", 3]]}', "["),
+    *(json.dumps(NO_GROUPS | part) for part in OF_SAMPLES),
+)
 
 Change = Callable[[QueueState], QueueState]
 
@@ -86,80 +92,30 @@ def asked(changes: dict[int, int | None]) -> Change:
 
     def change(state: QueueState) -> QueueState:
         requested_at = {group: at for group, at in (state.requested_at | changes).items() if at is not None}
-        gone = {group for group, at in changes.items() if at is None}
-        return replace(
-            state,
-            requested_at=requested_at,
-            samples=[sample for sample in state.samples if sample.number // SAMPLES not in gone],
-        )
+        samples = [one for one in state.samples if changes.get(one.number // SAMPLES, 0) is not None]
+        return replace(state, requested_at=requested_at, samples=samples)
 
     return change
 
 
 def first_sample(**values: Any) -> Change:
+    """Change the first sample, or its completion."""
+
     def change(state: QueueState) -> QueueState:
         first, *others = state.samples
-        return replace(state, samples=[with_values(first, **values), *others])
+        of_sample = {name: value for name, value in values.items() if hasattr(first, name)}
+        completion = replace(first.completion, **{name: values[name] for name in values.keys() - of_sample})
+        return replace(state, samples=[replace(first, completion=completion, **of_sample), *others])
 
     return change
 
 
-def with_values(sample: Sample, **values: Any) -> Sample:
-    of_sample = {name: value for name, value in values.items() if hasattr(sample, name)}
-    others = {name: value for name, value in values.items() if name not in of_sample}
-    return replace(sample, completion=replace(sample.completion, **others), **of_sample)
-
-
-REFUSED: dict[str, tuple[Change, str]] = {
-    "a group that was not asked for": (first_sample(number=SAMPLES * 99), "sample 297 is of group 99, which was not"),
-    "a trained sample": (first_sample(number=0), "group 0, which was not requested or is trained already"),
-    "asked for after the checkpoint": (asked({FIRST: STEP + 1}), f"group {FIRST} was requested at step {STEP + 1}"),
-    "asked for before the schedule does": (asked({FIRST: 1}), f"group {FIRST} was requested at step 1"),
-    "asked for before the run": (asked({FIRST: -1}), f"group {FIRST} was requested at step -1"),
-    "a group of a step long ago": (asked({0: 0}), "group 0 was requested at step 0"),
-    "a group of a later step": (asked({FIRST + 9: STEP}), rf"without the groups \[{FIRST + 8}"),
-    "a missing group": (asked({FIRST + 2: None}), rf"without the groups \[{FIRST + 2}"),
-    "the first groups missing": (asked(dict.fromkeys(range(FIRST, FIRST + 4))), "groups have been trained after 5"),
-    "the last groups missing": (asked({FIRST + 7: None}), "are requested or trained, without the groups"),
-    "no groups": (lambda state: QueueState(), "are requested or trained, without the groups"),
-    "trained and asked for": (lambda state: replace(state, trained=[FIRST]), "is both requested and trained"),
-    "trained out of turn": (
-        lambda state: replace(state, trained=[FIRST - 1]),
-        "expected none, because this schedule",
-    ),
-    "a sample twice": (lambda state: replace(state, samples=[*state.samples, state.samples[0]]), "more than once"),
-    "the prompt of another group": (first_sample(prompt=PROMPTS + 1), f"has prompt {PROMPTS + 1}: expected"),
-    "a version of the future": (
-        first_sample(versions_N=np.array([STEP, STEP + 1], np.int32)),
-        f"versions {STEP} to {STEP + 1}: expected versions 3 to {STEP}",
-    ),
-    "a version before it was asked for": (first_sample(versions_N=np.array([2, 3], np.int32)), "versions 2 to 3"),
-    "versions backwards": (first_sample(versions_N=np.array([4, 3], np.int32)), "in this order"),
-    "tokens of an environment": (
-        first_sample(versions_N=np.array([4, -1], np.int32)),
-        "this run has no rollout.environment and no rollout.tools",
-    ),
-    "a reward": (first_sample(reward=1.0), r"has the reward 1.0: this run has no rollout.reward"),
-    "a reward of the environment": (first_sample(object_reward=1.0), "has 1.0 as the reward of its environment"),
-    "an id outside of the vocabulary": (first_sample(ids_N=np.array([7, 10**6], np.int32)), "ids 7 to 1000000"),
-    "too many tokens": (
-        first_sample(
-            ids_N=np.ones(9, np.int32),
-            log_probs_N=-np.ones(9, np.float32),
-            versions_N=np.full(9, 4, np.int32),
-        ),
-        "has 9 tokens: expected at most",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_state_that_this_run_cannot_have_had_is_refused(case: str) -> None:
-    change, message = REFUSED[case]
+@pytest.mark.parametrize(("change", "text"), refused_changes("state of a queue"))
+def test_a_state_that_this_run_cannot_have_had_is_refused(change: str, text: str) -> None:
     state = finished()
     assert state.samples[0].number == FIRST * SAMPLES
-    with pytest.raises(ValueError, match=message):
-        queue().restore(change(state), STEP)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        queue().restore(eval(change)(state), STEP)
 
 
 def test_async_counts_what_was_trained_out_of_turn() -> None:
@@ -180,30 +136,6 @@ Arrays = dict[str, np.ndarray]
 
 
 TOKENS = ("ids_N", "log_probs_N", "versions_N", "is_written_N")
-#: what is changed in the arrays of a file
-FILES: dict[str, tuple[Callable[[Arrays], Arrays], str]] = {
-    "shifted": (lambda arrays: {"versions_N": arrays["versions_N"][1:]}, "versions_N has 23 values: expected 24"),
-    "half": (lambda arrays: {name: arrays[name][:12] for name in TOKENS}, "has 12 values: expected 24"),
-    "lengths": (
-        lambda arrays: {"tokens_R": np.array([0, *(arrays["tokens_R"][:1] + 2), *arrays["tokens_R"][2:]])},
-        "a sample has no tokens",
-    ),
-    "NaN": (lambda arrays: {"log_probs_N": arrays["log_probs_N"] * np.float32("nan")}, "that are not finite"),
-    "above 0": (lambda arrays: {"log_probs_N": -arrays["log_probs_N"]}, "that are not finite, or above 0"),
-    "another type": (
-        lambda arrays: {"ids_N": arrays["ids_N"].astype(np.float32)},
-        "ids_N has dtype float32 and 1 dimensions: expected",
-    ),
-    "another array": (lambda arrays: {"rewards": arrays["reward_R"]}, "the arrays .* expected"),
-    "tokens without a version": (
-        lambda arrays: {"is_written_N": np.zeros(24, np.uint8)},
-        "sample 60 has generated tokens without a version of the weights",
-    ),
-    "an unknown end": (
-        lambda arrays: {"finish_R": arrays["finish_R"] + np.uint8(7)},
-        "finish_R has the value 7: expected 0 to 1",
-    ),
-}
 
 
 def intact(folder: Path) -> Any:
@@ -220,20 +152,17 @@ def test_a_file_of_samples_is_read_as_it_was_written(tmp_path: Path) -> None:
         state_read = read_queue(intact(tmp_path))
         assert (state_read.requested_at, state_read.trained) == (state.requested_at, state.trained)
         for one, other in zip(state_read.samples, state.samples, strict=True):
-            assert (one.number, one.prompt, one.reward) == (other.number, other.prompt, other.reward)
-            assert (one.reward_parts, one.object_reward) == (other.reward_parts, other.object_reward)
-            assert (one.tool_calls, one.tool_errors) == (other.tool_calls, other.tool_errors)
+            for name in ("number", "prompt", "reward", *parts):
+                assert getattr(one, name) == getattr(other, name), name
             for name in ("ids_N", "log_probs_N", "versions_N"):
                 assert (getattr(one.completion, name) == getattr(other.completion, name)).all()
 
 
-@pytest.mark.parametrize("case", FILES)
-def test_a_file_of_samples_of_another_form_is_refused(tmp_path: Path, case: str) -> None:
-    change, message = FILES[case]
-    state = finished()
-    write_queue(tmp_path, state)
-    rewrite(tmp_path / ROLLOUTS, change)
-    with pytest.raises(ValueError, match=rf"{ROLLOUTS} cannot be read: .*{message}"):
+@pytest.mark.parametrize(("change", "text"), refused_changes("file of samples"))
+def test_a_file_of_samples_of_another_form_is_refused(tmp_path: Path, change: str, text: str) -> None:
+    write_queue(tmp_path, finished())
+    rewrite(tmp_path / ROLLOUTS, eval(change))
+    with pytest.raises(ValueError, match=f"{ROLLOUTS} cannot be read: .*{re.escape(text)}"):
         read_queue(intact(tmp_path))
 
 
@@ -241,14 +170,7 @@ def test_groups_of_another_form_and_a_file_that_is_cut_are_refused(tmp_path: Pat
     write_queue(tmp_path, finished())
     intact_bytes = (tmp_path / ROLLOUTS).read_bytes()
     contents = [intact_bytes[:length] for length in range(0, len(intact_bytes), 97)]
-    for groups in (
-        '{"asked_at": [[20, 3], [20, 4]], "trained": []}',
-        '{"asked_at": [["20", 3]]}',
-        "[",
-        WRONG_PARTS,
-        WRONG_CALLS,
-        WRONG_REWARDS,
-    ):
+    for groups in WRONG_GROUPS:
         rewrite(tmp_path / ROLLOUTS, lambda arrays: {}, groups)
         contents.append((tmp_path / ROLLOUTS).read_bytes())
     for content in contents:

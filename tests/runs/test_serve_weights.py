@@ -17,7 +17,7 @@ from kit import slow
 from kit.loading_memory import read_manifest
 from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks
-from kit.runs import Command, run
+from kit.runs import Command, refused_changes, run
 from kit.serving import Server, load_nothing, load_weights, publish_scaled
 from kit.stub_servers import stub_server
 from kit.stub_vllm import Vllm
@@ -136,75 +136,26 @@ def with_another_tensor(tensors: dict[str, torch.Tensor], manifest: dict[str, An
     manifest["tensors"]["model.more"] = WEIGHTS
 
 
-REFUSED: dict[str, tuple[Edit, str]] = {
-    "an absolute path": (named("/etc/passwd"), "names '/etc/passwd': expected a file of this folder"),
-    "a path above": (above, "names '../above.safetensors': expected a file of this folder"),
-    "a subfolder": (in_a_subfolder, "expected a file of this folder"),
-    "a pipe": (replaced(os.mkfifo), "expected a regular file"),
-    "a pipe as manifest": (replaced(os.mkfifo, MANIFEST), "no complete version"),
-    "a pipe as configuration": (replaced(os.mkfifo, "config.json"), "expected a regular file"),
-    "a link to /dev/zero": (replaced(lambda path: path.symlink_to("/dev/zero")), "expected a regular file"),
-    "a link": (a_link, "expected a regular file"),
-    "a folder": (replaced(Path.mkdir), "expected a regular file"),
-    "a few terabytes": (replaced(sparse), "bytes: expected at most"),
-    "an endless manifest": (lambda target: sparse(target / MANIFEST), "no complete version"),
-    "another version's number": (lambda target: target.rename(version_folder(target.parent, 8)), "holds version 7"),
-    "no manifest": (lambda target: (target / MANIFEST).unlink(), "no complete version"),
-    "edited": (
-        other_tensors(lambda tensors, _: tensors[TENSOR].add_(1e-3), hashed=False),
-        "does not have its published content",
-    ),
-    "cut short": (cut(WEIGHTS), "does not have its published content"),
-    "half a manifest": (cut(MANIFEST), "no complete version"),
-    "incomplete": (
-        lambda target: edit(target, lambda manifest: manifest.update(complete=False)),
-        "no complete version",
-    ),
-    "a tensor is missing": (other_tensors(without_a_tensor), "q_proj.weight' is absent in the folder"),
-    "a tensor too many": (
-        other_tensors(with_another_tensor),
-        "'model.more' is float32 of shape [1] in the folder and absent in the server",
-    ),
-    "another shape": (
-        other_tensors(lambda tensors, _: tensors.update({TENSOR: tensors[TENSOR][:-1].contiguous()})),
-        "is float32 of shape [63, 48] in the folder and float32 of shape [64, 48] in the server",
-    ),
-    "the manifest lacks a tensor": (
-        other_tensors(lambda _, manifest: manifest["tensors"].pop(TENSOR)),
-        "does not hold the tensors that its manifest names",
-    ),
-    "values that are not finite": (
-        other_tensors(lambda tensors, _: tensors[TENSOR].fill_(torch.nan)),
-        "has values that are NaN or infinite",
-    ),
-    "another dtype": (
-        other_tensors(lambda tensors, _: tensors.update({TENSOR: tensors[TENSOR].bfloat16()})),
-        "bfloat16 of shape",
-    ),
-}
-
-
 def completion(server: Server) -> list[Any]:
     body = {"token_ids": [5, 17], "sampling_params": {"max_tokens": 5, "seed": 9, "logprobs": 0}}
     [choice] = server.client.post("/inference/v1/generate", json=body).json()["choices"]
     return [choice["token_ids"], choice["logprobs"], choice["weight_versions"]]
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize(("change", "text"), refused_changes("folder of weights"))
 def test_a_folder_is_refused_at_once_and_the_next_one_is_loaded(
-    server: Server, published: Path, tmp_path: Path, kind: str
+    server: Server, published: Path, tmp_path: Path, change: str, text: str
 ) -> None:
-    make, message = REFUSED[kind]
     target = version_folder(tmp_path, 7)
     shutil.copytree(published, target)
-    make(target)
+    eval(change)(target)
     before, started = completion(server), time.monotonic()
     answer = load_weights(server, target if target.exists() else version_folder(tmp_path, 8), "refused")
     assert time.monotonic() - started < 10
     assert answer.status_code == 400, answer.text
-    assert message in answer.json()["error"]["message"]
+    assert text in answer.json()["error"]["message"]
     assert completion(server) == before
-    assert load_weights(server, published, kind.replace(" ", "-")).status_code == 200
+    assert load_weights(server, published, tmp_path.name).status_code == 200
 
 
 def test_another_place_or_version_is_refused(server: Server, folder: Path, published: Path, tmp_path: Path) -> None:
@@ -241,9 +192,7 @@ def test_weights_are_read_below_their_root_alone(folder: Path, published: Path, 
         assert [load_weights(server, parent / inside.name, "7").status_code for parent in (root, way_in)] == [200] * 2
 
 
-def test_the_manifest_that_a_run_has_published_is_the_only_one_that_is_loaded(
-    server: Server, folder: Path, tmp_path: Path
-) -> None:
+def test_only_the_manifest_that_a_run_has_published_is_loaded(server: Server, folder: Path, tmp_path: Path) -> None:
     """As after a file system that shows an older folder, with right hashes."""
     first = publish_scaled(folder, tmp_path / "first", 7, 0.5)
     second = publish_scaled(folder, tmp_path / "second", 7, 0.6)
@@ -374,9 +323,8 @@ def test_runs_at_the_same_path_and_copies_of_a_run_have_folders_of_their_own(tmp
 def test_two_runs_with_one_weights_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
     """Both have the same path, as on two machines."""
     shared = tmp_path / "shared"
-    write_on_policy_run(
-        tmp_path, **SETTINGS, **{"rollout.url": "http://x", "rollout.weights": str(shared), "checkpoint.every": 2}
-    )
+    of_weights = {"rollout.url": "http://x", "rollout.weights": str(shared), "checkpoint.every": 2}
+    write_on_policy_run(tmp_path, **SETTINGS, **of_weights)
     with Server(tmp_path / "student", "--generate") as server:
         arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}")
         run(*arguments, "train.steps=3")

@@ -20,78 +20,20 @@ from kit.pages import parse
 from kit.runs import ROOT, wait_for
 
 NODES = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"]
-SCONTROL = "#!/bin/bash\nprintf '%s\\n' $SLURM_JOB_NODELIST\n"
-#: runs the command once for each node and passes SIGTERM on, as srun does
-SRUN = """#!/bin/bash
-pids=()
-trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM
-while [[ $1 == --* ]]; do
-    [[ $1 == --nodelist=* ]] && nodes=${1#--nodelist=}
-    shift
-done
-for node in ${nodes//,/ }; do
-    NODE=$node setsid "$@" &
-    pids+=($!)
-    echo $! >> "$LOG/groups"
-done
-code=0
-for pid in "${pids[@]}"; do
-    wait "$pid"
-    code=$?
-    while kill -0 "$pid" 2>/dev/null; do wait "$pid"; code=$?; done
-    kill -KILL -- "-$pid" 2>/dev/null
-done
-exit $code
-"""
-#: vllm serve, and stillhouse serve under torchrun; they differ in the route that says that they are ready
-SERVER = """#!{python}
-import http.server, os, pathlib, sys, time
-arguments = sys.argv[1:]
-route = "/health" if pathlib.Path(sys.argv[0]).name == "vllm" else "/healthz"
-log, port = pathlib.Path(os.environ["LOG"]), int(arguments[arguments.index("--port") + 1])
-name = f"{{os.environ['NODE']}}:{{port}}"
-first = not (log / f"{{name}}.started").exists()
-mode = os.environ.get("VLLM_SERVER_DEV_MODE", "0")
-(log / f"{{name}}.started").write_text(" ".join([os.environ["CUDA_VISIBLE_DEVICES"], mode, *arguments]))
-if "HANGS" in os.environ:
-    time.sleep(600)
-if first and name == os.environ.get("DIES"):
-    (log / "died").touch()
-    sys.exit(1)
-class Health(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200 if self.path == route else 404)
-        self.end_headers()
-    def log_message(self, *_): pass
-http.server.HTTPServer((os.environ["NODE"], port), Health).serve_forever()
-"""
+#: the programs of a job, and the files of kit/slurm that stand for them
+PROGRAMS = {name: name for name in ("scontrol", "srun", "sleep", "torchrun")} | {"vllm": "server", "served": "server"}
 TEACHER, STUDENT = "Qwen/Qwen3-32B", "Qwen/Qwen3-8B"
 #: options that make a vLLM one that scores, or one that writes
 TEACHES, WRITES = ("--runner", "pooling"), ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
-#: a tenth of a second instead of five
-SLEEP = "#!/bin/bash\nexec /bin/sleep 0.1\n"
-TORCHRUN = """#!/bin/bash
-[[ " $* " == *" serve "* ]] && exec "$LOG/served" "$@"
-trap 'touch "$LOG/checkpoint"; exit 143' TERM
-printf '%s\\n' "$@" > "$LOG/partial.$NODE" && mv "$LOG/partial.$NODE" "$LOG/torchrun.$NODE"
-[[ -z ${TRAINS:-} ]] || while true; do sleep 0.1; done
-"""
 
 
 class Job:
     """The script as sbatch would start it."""
 
     def __init__(self, folder: Path, *arguments: str, nodes: list[str] = NODES, **environment: str):
-        programs = {
-            "scontrol": SCONTROL,
-            "srun": SRUN,
-            "vllm": SERVER.format(python=sys.executable),
-            "served": SERVER.format(python=sys.executable),
-            "torchrun": TORCHRUN,
-            "sleep": SLEEP,
-        }
-        for name, text in programs.items():
-            (folder / name).write_text(text)
+        for name, file in PROGRAMS.items():
+            text = (ROOT / "tests" / "kit" / "slurm" / file).read_text()
+            (folder / name).write_text(text.replace("#!python\n", f"#!{sys.executable}\n"))
             (folder / name).chmod(stat.S_IRWXU)
         self.log = folder
         self.port = free_ports(NODES, 8)

@@ -15,7 +15,7 @@ import torch
 from kit import slow
 from kit.faulty_proxy import proxy_to, shortened, silent, slow_answer, true, truncated, with_body
 from kit.layout_runs import assert_same_weights
-from kit.runs import metrics, run, save_model, session_of, write_run
+from kit.runs import edit_json, metrics, refused_changes, run, save_model, session_of, write_run
 from kit.serving import Server
 from kit.stub_servers import Fault, broken, busy, reset
 from kit.teacher_gradients import assert_close, first_signals, gradients, gradients_of_signals, ids_signal
@@ -123,27 +123,16 @@ def put_nan(tensors: dict[str, Tensor]) -> None:
     next(tensor for tensor in tensors.values() if tensor.is_floating_point()).view(-1)[3] = torch.nan
 
 
-LYING: dict[str, tuple[Callable[[dict[str, Tensor]], None], dict[str, Any], str]] = {
-    "shifted hidden states": (shift_rows, {}, "The rows are shifted, or the model is not causal"),
-    "shifted ids": (shift_rows, {"teacher.signal": "top_k", "teacher.top_k": 9}, "The rows are shifted"),
-    "a lost model": (make_uniform, {}, "gives the same hidden state for every token: it has lost"),
-    "a uniform teacher": (
-        make_uniform,
-        {"teacher.signal": "top_k", "teacher.top_k": 9},
-        "its distributions are uniform",
-    ),
-    "NaN": (put_nan, {}, "5 answers could not be used; the last one: 'hidden' is not finite in the answer"),
-    "fewer ids": (
-        lambda tensors: tensors.update(ids=tensors["ids"][:, :5], log_probs=tensors["log_probs"][:, :5]),
-        {"teacher.signal": "top_k", "teacher.top_k": 9},
-        "the last one: the answer has .*expected",
-    ),
-}
+def fewer_ids(tensors: dict[str, Tensor]) -> None:
+    tensors.update(ids=tensors["ids"][:, :5], log_probs=tensors["log_probs"][:, :5])
 
 
-@pytest.mark.parametrize("case", list(LYING))
-def test_a_server_with_wrong_signals_is_refused(folder: Path, server: str, case: str) -> None:
-    change, settings, message = LYING[case]
+TOP_9 = {"teacher.signal": "top_k", "teacher.top_k": 9}
+
+
+@pytest.mark.parametrize(("case", "message"), refused_changes("signals of a server"))
+def test_a_server_with_wrong_signals_is_refused(folder: Path, server: str, case: str, message: str) -> None:
+    change, settings = eval(case)
     with proxy_to(server) as (proxy, url):
         proxy.change = rewritten(change)
         with pytest.raises((ConfigError, OSError), match=message):
@@ -160,7 +149,7 @@ def test_a_server_that_ignores_the_temperature_is_refused(folder: Path, server: 
         claimed = header_of(handler.body, KEY)["temperature"]
         handler.answer(200, with_temperature(at_1.content, claimed), answer)
 
-    settings = {"teacher.signal": "top_k", "teacher.top_k": 9, "objective.temperature": 2.0}
+    settings = TOP_9 | {"objective.temperature": 2.0}
     with proxy_to(server) as (proxy, url):
         proxy.faults = [at_temperature_1] * 99
         with pytest.raises(ConfigError, match="ignores the temperature 2"):
@@ -173,8 +162,7 @@ def test_another_tokenizer_template_or_end_is_refused(folder: Path, tmp_path: Pa
         session_of(folder, cached=True, **{"teacher.url": started.url})
     for name, key, value in (("eos", "eos_token", "<pad>"), ("chat_template", "chat_template", "{{ messages }}")):
         changed = save_model(tmp_path / name, "qwen3")
-        path = changed / "tokenizer_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+        edit_json(changed / "tokenizer_config.json", **{key: value})
         with Server(changed) as started:
             settings: dict[str, Any] = {"teacher.url": started.url}
             if name == "eos":
@@ -284,14 +272,10 @@ def test_limits_of_the_server_are_kept(folder: Path) -> None:
         for settings in ({}, {"teacher.signal": "chosen", "teacher.top_k": 9}):
             gradients(folder, **{"teacher.url": started.url, "data.max_tokens": 32}, **settings)
         with pytest.raises(ConfigError, match="gives at most 9 ids per token, got top_k=10"):
-            session_of(
-                folder, cached=True, **{"teacher.url": started.url, "teacher.signal": "top_k", "teacher.top_k": 10}
-            )
+            session_of(folder, cached=True, **TOP_9 | {"teacher.url": started.url, "teacher.top_k": 10})
 
 
-def test_two_servers_share_the_work_and_one_may_die(
-    folder: Path, server: str, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_of_two_servers_one_may_die(folder: Path, server: str, undisturbed: Path, tmp_path: Path) -> None:
     others_share: list[int] = []
 
     def dead(*request: Any) -> None:
@@ -332,9 +316,7 @@ def test_weights_that_change_unnoticed_are_found_by_the_repeated_proof(folder: P
 
 
 @pytest.mark.parametrize("signal", ["hidden", "sampled"])
-def test_a_cache_of_a_served_teacher_gives_its_gradients(
-    folder: Path, server: str, signal: str, tmp_path: Path
-) -> None:
+def test_a_cache_of_a_served_teacher_has_its_signals(folder: Path, server: str, signal: str, tmp_path: Path) -> None:
     """A server is asked once, and any number of runs train from what it said."""
     settings = {"objective.loss": "forward_kl"}
     write_run(folder, cached=True, **settings, **{"teacher.url": server})
