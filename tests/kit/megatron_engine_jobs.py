@@ -15,6 +15,7 @@ import torch.distributed as dist
 from kit import varlen_reference
 from kit.causal_families import of_config
 from kit.megatron_weights_jobs import Case, laid_out, model_config
+from kit.parity_models import top_k
 from kit.shard_ranks import Rank, message_of
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from stillhouse.models import Decoder, add_lora, balance_routers, initialize_lor
 from stillhouse.models.adapter import is_lora
 from stillhouse.models.document_packing import AUTO
 from stillhouse.models.processors import full_vocab
-from stillhouse.objective import TEACHER, TopK
+from stillhouse.objective import TEACHER
 from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.parallel import (
@@ -314,15 +315,7 @@ def signals(engine: Engine, micro_batches: Sequence[MicroBatch], job: Job) -> An
         return InStageTeacher().request(micro_batches).result()  # type: ignore[arg-type]
     if not engine.student.has_last_stage:
         return [{}] * len(micro_batches)
-    return [{TEACHER: top_k(job.top_k, batch)} for batch in micro_batches]
-
-
-def top_k(entries: int, batch: MicroBatch) -> TopK:
-    """A stored signal, which depends on the tokens alone."""
-    vocabulary = 251
-    ids_TK = (batch.input_ids_BS.flatten()[:, None] + torch.arange(entries) * 7) % vocabulary
-    log_probs_K = torch.log_softmax(-torch.arange(entries, dtype=torch.float32), 0) + torch.tensor(0.9).log()
-    return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))
+    return [{TEACHER: top_k(batch.input_ids_BS, job.top_k)} for batch in micro_batches]
 
 
 def micro_batches(step: int, uneven: bool) -> list[MicroBatch]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from kit.parity_models import VOCABULARY, build_student, configurations, decoder, with_hidden, with_lora
+from kit.parity_models import VOCABULARY, build_student, configurations, decoder, top_k, with_hidden, with_lora
 from kit.shard_ranks import Rank
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from stillhouse.models import HiddenPair, initialize_lora
 from stillhouse.models.decoder import HEAD_WEIGHT
 from stillhouse.models.dtensors import gathered_tensor, local
 from stillhouse.models.hidden_states import HIDDEN
-from stillhouse.objective import TEACHER, TopK
+from stillhouse.objective import TEACHER
 from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, Runner, ShardedMicroBatches
@@ -264,7 +264,7 @@ class TopKSource(SignalSource):
     runner: Runner
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
-        signals = [{TEACHER: top_k(self.case, micro_batch)} for micro_batch in micro_batches]
+        signals = [{TEACHER: top_k(micro_batch.input_ids_BS, self.case.top_k)} for micro_batch in micro_batches]
         return PendingSignals.ready(signals if self.runner.has_last_stage else [{} for _ in signals])
 
 
@@ -359,14 +359,6 @@ def batch(seed: int, empty: bool) -> MicroBatch:
         valid_index=(labels_T >= 0).nonzero()[:, 0],
         document_T=torch.zeros(ROWS * TOKENS, dtype=torch.int64),
     )
-
-
-def top_k(case: Case, micro_batch: MicroBatch) -> TopK:
-    """Make each token's ids from its input id, so that a context rank's part has the same ids."""
-    ids_T1 = micro_batch.input_ids_BS.flatten()[:, None]
-    ids_TK = (ids_T1 + torch.arange(case.top_k) * 31) % VOCABULARY
-    log_probs_K = torch.log_softmax(-torch.arange(case.top_k, dtype=torch.float32), 0) + torch.tensor(0.9).log()
-    return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))
 
 
 # meshes

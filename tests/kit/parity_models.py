@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from kit.causal_families import CAUSAL, of_config, tiny_config
 from kit.families import FAMILIES, build
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, match_hidden
 from stillhouse.models.hidden_states import HiddenMatch
+from stillhouse.objective import TopK
 
 VOCABULARY = 251
 SHAPE: dict[str, Any] = {
@@ -33,6 +35,13 @@ PARTIAL: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
 }
+
+
+def top_k(ids_BS: Tensor, entries: int) -> TopK:
+    """A stored signal. Each token's ids depend on it alone, so that a context rank's part has the same ids."""
+    ids_TK = (ids_BS.flatten()[:, None] + 31 * torch.arange(entries)) % VOCABULARY
+    log_probs_K = torch.log_softmax(-torch.arange(entries).float(), 0) + torch.tensor(0.9).log()
+    return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))
 
 
 def with_hidden(build: Callable[[], Decoder], teacher: PreTrainedConfig, pairs: tuple[HiddenPair, ...]) -> Decoder:
