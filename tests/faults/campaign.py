@@ -28,13 +28,9 @@ LIMIT = 150
 DISK = 64_000_000
 #: the values of the log that depend on time
 TIMED = (
-    "seconds",
-    "speed/step_seconds",
-    "speed/tokens_per_second",
-    "speed/sampled_tokens_per_second",
-    "speed/reward_seconds",
-    "speed/waiting",
-)
+    "seconds", "speed/step_seconds", "speed/tokens_per_second", "speed/sampled_tokens_per_second",
+    "speed/reward_seconds", "speed/waiting",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

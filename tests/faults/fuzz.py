@@ -97,16 +97,9 @@ def run(subject: str, mutations: int, seed: int = 0, first: int = 0) -> Campaign
         at = first + campaign.mutations
         rest = mutations - campaign.mutations
         command = [
-            sys.executable,
-            __file__,
-            subject,
-            "--seed",
-            str(seed),
-            "--first",
-            str(at),
-            "--mutations",
+            sys.executable, __file__, subject, "--seed", str(seed), "--first", str(at), "--mutations",
             str(rest),
-        ]
+        ]  # fmt: skip
         with tempfile.TemporaryFile("w+") as log:
             worker = subprocess.Popen([*command, "--worker"], stdout=subprocess.PIPE, stderr=log, text=True)
             assert worker.stdout is not None

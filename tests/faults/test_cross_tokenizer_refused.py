@@ -28,7 +28,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("", {}, r"different tokenizers: .* or set teacher.cross_tokenizer to gold, which"),
     ("", GOLD | {"objective.loss": "uld"}, "objective.loss: uld does not exist any more: removed in November 2026"),
     ("", GOLD | {"teacher.top_k": 10_000}, "teacher.top_k: got 10000, expected at most 512"),
-    ("", GOLD | ADAPTER, "cross_tokenizer: got gold with student: expected null, because the teacher is the student w"),
+    (
+        "",
+        GOLD | ADAPTER,
+        "cross_tokenizer: got gold with student: expected null, because the teacher is the student w",
+    ),
     ("words", GOLD, "(?s)teacher.cross_tokenizer: the tokens of .*WordPiece"),
     ("pieces", GOLD | {"data.train": "tricky.jsonl"}, "tricky.jsonl:2: the teacher's tokenizer changes the text"),
     ("large, with NaN", GOLD, r"teacher: .*norm.weight.* are NaN or infinite"),

@@ -61,12 +61,9 @@ def scoring_bodies() -> list[tuple[str, str, bytes]]:
     chosen = {"signal": "chosen", "top_k": 2, "temperature": 0.5, "token_ids": [[1, 2]], "ids": [[[1, 2], [3, -1]]]}
     top_k = {"signal": "top_k", "top_k": 3, "token_ids": [[1, 2], [3]], "rows": [[0, 2], [0, 1]]}
     prompt = {
-        "prompt": [[5, 17, 250], [1, 2]],
-        "max_tokens": 1,
-        "prompt_logprobs": 2,
-        "logprobs": 1,
+        "prompt": [[5, 17, 250], [1, 2]], "max_tokens": 1, "prompt_logprobs": 2, "logprobs": 1,
         "temperature": 1.0,
-    }
+    }  # fmt: skip
     return [
         ("/v1/score", SAFETENSORS, encode_request(SignalSpec("chosen", "float32", 2, 1.0), [document, document])),
         ("/v1/score", SAFETENSORS, encode_request(SignalSpec("hidden", "bfloat16"), [without])),
@@ -79,17 +76,9 @@ def scoring_bodies() -> list[tuple[str, str, bytes]]:
 
 def writing_bodies(weights: Path) -> list[tuple[str, str, bytes]]:
     sampling = {
-        "n": 1,
-        "max_tokens": 3,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.1,
-        "seed": 17,
-        "stop": ["ab", "c"],
-        "stop_token_ids": [2, 9],
-        "logprobs": 1,
-    }
+        "n": 1, "max_tokens": 3, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 17,
+        "stop": ["ab", "c"], "stop_token_ids": [2, 9], "logprobs": 1,
+    }  # fmt: skip
     bodies = [
         (GENERATE, {"token_ids": [5, 17, 250], "sampling_params": sampling, "return_token_ids": True}),
         (GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 1, "temperature": 0.0}}),
@@ -193,19 +182,11 @@ def test_a_client_is_not_told_which_paths_exist(writer: Server, folder: Path, tm
 
 
 MALFORMED = [
-    b"",
-    b"{",
-    b"[" * 100_000,
-    b'{"token_ids":' + b"[" * 100_000,
-    b"\xff\xfe",
-    b"null",
-    b"0",
-    b'{"token_ids":[[1e5]]}',
-    b'{"token_ids":[1],"sampling_params":{"stop":"\\ud800"}}',
+    b"", b"{", b"[" * 100_000, b'{"token_ids":' + b"[" * 100_000, b"\xff\xfe", b"null", b"0",
+    b'{"token_ids":[[1e5]]}', b'{"token_ids":[1],"sampling_params":{"stop":"\\ud800"}}',
     b'{"token_ids":[1],"sampling_params":{"temperature":NaN}}',
-    b'{"token_ids":[1],"sampling_params":{"temperature":1e999}}',
-    b'{"folder":"\\ud800","version":"1"}',
-]
+    b'{"token_ids":[1],"sampling_params":{"temperature":1e999}}', b'{"folder":"\\ud800","version":"1"}',
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", PATHS)

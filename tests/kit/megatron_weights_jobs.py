@@ -61,13 +61,9 @@ class Case:
     @property
     def degrees(self) -> Degrees:
         return Degrees(
-            pipeline=self.pipeline,
-            fsdp=self.data // self.replicas,
-            replicate=self.replicas,
-            context=self.context,
-            tensor=self.tensor,
-            expert=self.expert,
-        )
+            pipeline=self.pipeline, fsdp=self.data // self.replicas, replicate=self.replicas,
+            context=self.context, tensor=self.tensor, expert=self.expert,
+        )  # fmt: skip
 
     @property
     def sizes(self) -> dict[str, Any]:

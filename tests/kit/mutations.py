@@ -193,12 +193,9 @@ def damaged_safetensors(draw: random.Random, content: bytes) -> bytes:
 
 
 DAMAGE: dict[str, Callable[[random.Random, bytes], bytes]] = {
-    ".json": damaged_json,
-    ".jsonl": damaged_lines,
-    ".safetensors": damaged_safetensors,
-    ".yaml": damaged_text,
+    ".json": damaged_json, ".jsonl": damaged_lines, ".safetensors": damaged_safetensors, ".yaml": damaged_text,
     ".jinja": damaged_text,
-}
+}  # fmt: skip
 
 
 def damage_files(draw: random.Random, files: list[Path], foreign: list[Path]) -> list[Path]:

@@ -42,28 +42,14 @@ from stillhouse.objective import (
 from stillhouse.objective.reference import dense_objective
 
 F_DIVERGENCES = [
-    "forward_kl",
-    "reverse_kl",
-    "jsd(0.3)",
-    "jsd(0.9, normalized=True)",
-    "jsd(1e-06, normalized=True)",
-    "skew_forward_kl(0)",
-    "skew_forward_kl(0.1)",
-    "skew_reverse_kl(0)",
-    "skew_reverse_kl(0.1)",
-    "total_variation",
-    "alpha_beta(0.4, 0.6)",
-    "0.9*forward_kl + 0.1*jsd(0.5)",
-]
+    "forward_kl", "reverse_kl", "jsd(0.3)", "jsd(0.9, normalized=True)", "jsd(1e-06, normalized=True)",
+    "skew_forward_kl(0)", "skew_forward_kl(0.1)", "skew_reverse_kl(0)", "skew_reverse_kl(0.1)",
+    "total_variation", "alpha_beta(0.4, 0.6)", "0.9*forward_kl + 0.1*jsd(0.5)",
+]  # fmt: skip
 ALPHA_BETAS = [
-    "alpha_beta(0.2, 0.5)",
-    "alpha_beta(2, 1)",
-    "alpha_beta(0.7, 0)",
-    "alpha_beta(0, 0.7)",
-    "alpha_beta(0.5, -0.5)",
-    "alpha_beta(-0.5, 0.5)",
-    "alpha_beta(0, 0)",
-]
+    "alpha_beta(0.2, 0.5)", "alpha_beta(2, 1)", "alpha_beta(0.7, 0)", "alpha_beta(0, 0.7)",
+    "alpha_beta(0.5, -0.5)", "alpha_beta(-0.5, 0.5)", "alpha_beta(0, 0)",
+]  # fmt: skip
 ALL_DIVERGENCES = F_DIVERGENCES + ALPHA_BETAS
 #: divergences whose (p/q)^α does not overflow on peaked rows; see the docstring of alpha_beta
 DIVERGENCES_OF_PEAKED_ROWS = F_DIVERGENCES + [expression for expression in ALPHA_BETAS if "-0.5" not in expression]
@@ -74,12 +60,9 @@ SIGNALS = ["full", "dense", *TAILS]
 ALL_SIGNALS = [*SIGNALS, "mixture"]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 HEADS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "scaled": {"scale": 0.25},
-    "capped": {"softcap": 2.0},
-    "both": {"scale": 3.0, "softcap": 5.0},
+    "plain": {}, "scaled": {"scale": 0.25}, "capped": {"softcap": 2.0}, "both": {"scale": 3.0, "softcap": 5.0},
     "padded": {"vocab_size": 240},
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

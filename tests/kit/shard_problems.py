@@ -77,19 +77,11 @@ GROUPS = {
     "entropy": ["entropy"],
     "sampled ids": ["sampled"],
     "one token": [
-        "k2",
-        "k3",
-        "k2, corrected",
-        "k3, masked",
-        "policy",
-        "reference",
-        "dual clip",
-        "cispo",
-        "masked",
+        "k2", "k3", "k2, corrected", "k3, masked", "policy", "reference", "dual clip", "cispo", "masked",
         "log ratio",
     ],
     "zero outside": ["zero outside"],
-}
+}  # fmt: skip
 OTHER_TERMS = [*GROUPS, "all"]
 
 
@@ -157,16 +149,11 @@ def masked_mixture(expression: str, first: int, last: int) -> Problem:
 
 #: a token's ids, most of them next to the borders of FOUR
 IDS = {
-    "at the borders": (62, 63, 125, 126, 188, 189, 0, 250),
-    "twice": (63, 62, 63, 189, 189, 0, 0, 250),
-    "absent": (-1, 63, -1, 62, 300, 189, 251, -1),
-    "none at all": (-1, 300, -1, 251),
-    "one": (188,),
-    "in the first shard": tuple(range(8)),
-    "in the second shard": tuple(range(63, 71)),
-    "in the last shard": tuple(range(243, 251)),
-    "a whole shard and one": tuple(range(125, 190)),
-}
+    "at the borders": (62, 63, 125, 126, 188, 189, 0, 250), "twice": (63, 62, 63, 189, 189, 0, 0, 250),
+    "absent": (-1, 63, -1, 62, 300, 189, 251, -1), "none at all": (-1, 300, -1, 251), "one": (188,),
+    "in the first shard": tuple(range(8)), "in the second shard": tuple(range(63, 71)),
+    "in the last shard": tuple(range(243, 251)), "a whole shard and one": tuple(range(125, 190)),
+}  # fmt: skip
 
 
 def top_k(ids: str, tail: str, expression: str, send_tail: bool, vocab_size: int | None = None) -> Problem:
@@ -262,14 +249,9 @@ def from_logits(expression: str, masked: str, dtype: torch.dtype = torch.float32
 
 ONE_ROUND = ["forward_kl", "reverse_kl", "0.9*forward_kl + 0.1*reverse_kl"]
 TWO_ROUNDS = [
-    "jsd(0.3)",
-    "skew_forward_kl(0.1)",
-    "skew_reverse_kl(0.1)",
-    "total_variation",
-    "forward_kl + jsd(0.3)",
-    "alpha_beta(0.4, 0.6)",
-    "alpha_beta(0, 0)",
-]
+    "jsd(0.3)", "skew_forward_kl(0.1)", "skew_reverse_kl(0.1)", "total_variation", "forward_kl + jsd(0.3)",
+    "alpha_beta(0.4, 0.6)", "alpha_beta(0, 0)",
+]  # fmt: skip
 TOKENS = 24
 
 

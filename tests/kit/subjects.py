@@ -333,12 +333,6 @@ def answers(folder: Path) -> Load:
 
 
 SUBJECTS: dict[str, Callable[[Path], Load]] = {
-    "configurations": configurations,
-    "data": data,
-    "images": images,
-    "messages": template_messages,
-    "models": models,
-    "published": published,
-    "adapters": partial(published, lora=True),
-    "answers": answers,
-}
+    "configurations": configurations, "data": data, "images": images, "messages": template_messages,
+    "models": models, "published": published, "adapters": partial(published, lora=True), "answers": answers,
+}  # fmt: skip

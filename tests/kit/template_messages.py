@@ -68,13 +68,10 @@ HARMONY = (
 )
 #: by the beginning of the title of their format
 TEMPLATES = {
-    "JSON in <tool_call>": HERMES,
-    "<function=…> in <tool_call>": XML,
-    "a JSON object with name": LLAMA,
-    "a JSON list after [TOOL_CALLS]": MISTRAL,
-    "[ARGS] after [TOOL_CALLS]": MISTRAL_ARGS,
+    "JSON in <tool_call>": HERMES, "<function=…> in <tool_call>": XML, "a JSON object with name": LLAMA,
+    "a JSON list after [TOOL_CALLS]": MISTRAL, "[ARGS] after [TOOL_CALLS]": MISTRAL_ARGS,
     "to=functions": HARMONY,
-}
+}  # fmt: skip
 
 
 def tool_tokenizer(template: str = HERMES, *added: str) -> PreTrainedTokenizerFast:
