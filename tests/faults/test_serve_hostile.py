@@ -203,21 +203,16 @@ def test_malformed_safetensors_are_refused(server: Server) -> None:
     rows = torch.tensor([[0, 2]], dtype=torch.int32)
     hidden = {"score": json.dumps({"signal": "hidden"})}
     bodies = [
-        b"",
-        b"\xff" * 8,
-        (10**18).to_bytes(8, "little") + b"{}",
-        save(tokens | {"rows": rows}),
+        b"", b"\xff" * 8, (10**18).to_bytes(8, "little") + b"{}", save(tokens | {"rows": rows}),
         save(tokens | {"rows": rows}, {"score": "[" * 100_000}),
-        save(tokens | {"rows": rows}, {"score": "{}"})[:-1],
-        save(tokens | {"rows": rows.float()}, hidden),
-        save(tokens | {"rows": rows, "more": rows.clone()}, hidden),
-        save(tokens | {"rows": rows[0]}, hidden),
+        save(tokens | {"rows": rows}, {"score": "{}"})[:-1], save(tokens | {"rows": rows.float()}, hidden),
+        save(tokens | {"rows": rows, "more": rows.clone()}, hidden), save(tokens | {"rows": rows[0]}, hidden),
         save(tokens | {"rows": rows, "offsets": torch.tensor([0, 2**62, 2])}, hidden),
         save(tokens | {"rows": rows, "offsets": torch.tensor(-(2**63))}, hidden),
         save(tokens | {"rows": rows, "token_ids": torch.zeros(2, 1, dtype=torch.int32)}, hidden),
         save(tokens | {"rows": rows}, {"score": json.dumps({"signal": "top_k", "top_k": 10**30})}),
         save(tokens | {"rows": rows}, {"score": '{"signal":"top_k","top_k":1,"temperature":NaN}'}),
-    ]
+    ]  # fmt: skip
     for body in bodies:
         answer = server.client.post("/v1/score", content=body, headers={"content-type": SAFETENSORS})
         assert answer.status_code == 400, (body[:100], answer.text)

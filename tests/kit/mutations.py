@@ -43,12 +43,9 @@ def from_the_openapi_document(server: Server, examples: int) -> None:
 
         @given(case=operation.ok().as_strategy())
         @settings(
-            max_examples=examples,
-            deadline=None,
-            derandomize=True,
-            database=None,
+            max_examples=examples, deadline=None, derandomize=True, database=None,
             suppress_health_check=list(HealthCheck),
-        )
+        )  # fmt: skip
         def one(case: Any) -> None:
             case.call_and_validate(checks=[not_a_server_error])
 

@@ -114,12 +114,10 @@ def heads_of(student_rows: int, teacher_rows: int, student_size: int | None, tea
     bias_V = torch.randn(teacher_rows, generator=generator(11))
     two = FullVocab(one.hidden_TE.flip(0), replace(one.head, bias=bias_V))
     terms: list[Term] = [
-        Distill(one, forward_kl(), 0.5, 1.3),
-        Distill(one, jsd(0.3), 0.5),
-        Distill(two, total_variation(), 0.5),
+        Distill(one, forward_kl(), 0.5, 1.3), Distill(one, jsd(0.3), 0.5), Distill(two, total_variation(), 0.5),
         CrossEntropy(make_labels(vocabulary=vocabulary), label_smoothing=0.1, z_loss=1e-2),
         Distill(make_signal("bucket", vocabulary=vocabulary, dtype=torch.float32), forward_kl()),
-    ]
+    ]  # fmt: skip
     return Problem(
         make_leaves(vocabulary=student_rows, dtype=torch.float32), terms, head={"vocab_size": student_size}
     )
@@ -195,11 +193,9 @@ def labelled(first: int, last: int) -> Problem:
 def weighted(weights: str, valid_index: bool = False) -> Problem:
     """Terms with their own weights, which are multiplied by the objective's weights, and a mixture."""
     patterns = {
-        "some are zero": some_weights(),
-        "one is not": torch.zeros(T).index_fill(0, torch.tensor([30]), 0.7),
-        "all are zero": torch.zeros(T),
-        "none": None,
-    }
+        "some are zero": some_weights(), "one is not": torch.zeros(T).index_fill(0, torch.tensor([30]), 0.7),
+        "all are zero": torch.zeros(T), "none": None,
+    }  # fmt: skip
     options: dict[str, Any] = {"weights_T": patterns[weights], "normalizer": torch.tensor(19)}
     if valid_index:
         options["valid_index"] = (

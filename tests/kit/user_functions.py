@@ -72,7 +72,7 @@ def _workers() -> dict[int, int]:
 
 
 def named(function: Any) -> str:
-    return f"{__name__}:{function.__name__}"
+    return f"{__name__}:{getattr(function, '__name__', function)}"
 
 
 def control_c(*_: Any) -> float:
