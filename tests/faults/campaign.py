@@ -233,29 +233,27 @@ class Campaign:
         parser.add_argument("--only", nargs="*", default=(), choices=sorted(self.faults), help="faults to try")
         parser.add_argument(f"--{plural}", dest="names", nargs="*", default=names, choices=names)
         parser.add_argument("--out", type=Path, help="result file (JSON)")
-        arguments = parser.parse_args()
+        given = parser.parse_args()
         started, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="stillhouse-chaos-"))
         try:
-            trials = self.run(
-                arguments.faults, arguments.seed, arguments.names, root, arguments.minutes, arguments.only
-            )
+            trials = self.run(given.faults, given.seed, given.names, root, given.minutes, given.only)
         finally:
             shutil.rmtree(root, ignore_errors=True)
         for fault, counts in table(trials, "fault").items():
             print(f"{fault:<18}" + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
-        if arguments.out is not None:
+        if given.out is not None:
             from record import write_result
 
             content = {
                 "faults": len(trials),
-                "seed": arguments.seed,
+                "seed": given.seed,
                 "minutes": round((time.monotonic() - started) / 60, 1),
                 "outcomes": dict(collections.Counter(trial.outcome for trial in trials)),
                 "by_fault": table(trials, "fault"),
                 f"by_{plural.removesuffix('s')}": table(trials, "case"),
                 "trials": [asdict(trial) for trial in trials],
             }
-            write_result(arguments.out, content)
+            write_result(given.out, content)
         sys.exit(any(trial.outcome not in self.good for trial in trials))
 
 

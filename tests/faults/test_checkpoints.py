@@ -296,9 +296,7 @@ def other_state(rank: int) -> None:
 @pytest.mark.parametrize(
     ("run_on_two", "rank"), [("fsdp", 1), slow("fsdp", 0), slow("pipeline", 0)], indirect=["run_on_two"]
 )
-def test_damage_that_one_rank_finds_is_refused_by_all(
-    run_on_two: tuple[Path, str], tmp_path: Path, rank: int
-) -> None:
+def test_damage_that_one_rank_finds_stops_all(run_on_two: tuple[Path, str], tmp_path: Path, rank: int) -> None:
     """No rank resumes from another checkpoint than the others."""
     folder, override = run_on_two
     out = interrupted(folder, tmp_path)

@@ -90,9 +90,7 @@ def test_a_wrong_value_names_its_key(run_dir: Path, name: str, change: dict, mes
         ("tokens.json", '{"step": 1}', "tokens.json: documents: field required"),
         (
             "tokens.json",
-            json.dumps(
-                {"step": 1, "documents": [{"source": "x:1", "tokens": [TOKEN, {"text": "b", "target": True}]}]}
-            ),
+            json.dumps({"step": 1, "documents": [{"source": "x", "tokens": [TOKEN, {"text": "b", "target": True}]}]}),
             "tokens.json: documents.0.tokens.1.kl: field required",
         ),
         ("data.json", "[", "data.json: not JSON"),

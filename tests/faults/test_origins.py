@@ -58,9 +58,8 @@ def replace_base(step: int, folder: str) -> None:
 
 def test_a_base_that_is_replaced_while_its_adapter_is_trained(tmp_path: Path) -> None:
     write_run(tmp_path, **{"student.adapter": {"r": 4}})
-    failed = Command(
-        "distill", tmp_path / "run.yaml", hook=replace_base, hook_arguments=(3, str(tmp_path / "student"))
-    )
+    arguments = (3, str(tmp_path / "student"))
+    failed = Command("distill", tmp_path / "run.yaml", hook=replace_base, hook_arguments=arguments)
     assert failed.wait() == 1
     assert failed.err.startswith(f"error: student: the files of {tmp_path}/student have changed since this run was")
     assert not (tmp_path / "out" / "model").exists()

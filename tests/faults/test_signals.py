@@ -178,9 +178,7 @@ def test_ctrl_c_while_it_imports(whole: Path, library: str) -> None:
 def test_a_signal_in_an_evaluation_or_a_save_waits_for_its_end(whole: Path) -> None:
     for name, call, step in (("held_out_metrics", 1, 3), ("save_checkpoint", 0, 4)):
         out = whole / f"in {name}"
-        command = Command(
-            *("distill", whole / "run.yaml", f"out={out}"), hook=interrupt_in, hook_arguments=(name, call)
-        )
+        command = Command("distill", whole / "run.yaml", f"out={out}", hook=interrupt_in, hook_arguments=(name, call))
         assert command.wait() == 130
         assert_stopped(command, "SIGINT", step, out)
         assert_continues(whole, out)

@@ -121,11 +121,10 @@ def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
     tmp_path: Path, schedule: str, processes: int
 ) -> None:
     functions = {"rollout.reward": named("counts"), "rollout.environment": named("remembers")}
-    settings = (
-        REWARDED | functions | {"rollout.stop": ["e", "a"], "rollout.schedule": schedule, "checkpoint.every": 2}
-    )
+    settings = REWARDED | functions | {"rollout.stop": ["e", "a"], "rollout.schedule": schedule}
     # every prompt comes several times
-    write_on_policy_run(tmp_path, **settings, **{"rollout.prompts_per_step": 8, "parallel.fsdp": processes})
+    settings |= {"rollout.prompts_per_step": 8, "parallel.fsdp": processes, "checkpoint.every": 2}
+    write_on_policy_run(tmp_path, **settings)
     arguments = ("distill", tmp_path / "run.yaml")
     run_ranks(processes, *arguments, f"out={tmp_path / 'undisturbed'}")
     killed = Ranks(processes, *arguments, hook=signal_at, hook_arguments=(3, signal.SIGKILL))
@@ -158,9 +157,7 @@ def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: str, after:
         wait_for(lambda: len(rollout_figures(out)) >= after if (out / "metrics.jsonl").exists() else False)
         Path(f"{hangs}.warm").touch()
     wait_for(hangs.exists)
-    late = (
-        rf"warning: rollout\.reward: {named(function)} has run for 0\.3 s for the completion .* of .*train\.jsonl:\d"
-    )
+    late = rf"warning: rollout\.reward: {named(function)} has run for 0\.3 s for the completion .*train\.jsonl:\d"
     wait_for(lambda: re.search(late, ranks[0].err) is not None)
     ranks.send(signal.SIGTERM)
     started = time.monotonic()
@@ -194,9 +191,7 @@ def test_check_names_the_reward_that_runs_at_a_signal(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_signal_ends_a_callback_that_hangs_and_the_next_start_repeats_the_evaluation(
-    tmp_path: Path, processes: int
-) -> None:
+def test_a_signal_ends_a_callback_that_hangs_and_the_evaluation_is_repeated(tmp_path: Path, processes: int) -> None:
     settings = {"eval.callbacks": [named("evaluates_for_ever")], "eval.every": 2, "eval.task_tokens": 4}
     write_run(tmp_path, **settings, **{"checkpoint.every": 0, "parallel.fsdp": processes})
     arguments, hangs = ("distill", tmp_path / "run.yaml"), tmp_path / "hangs"
@@ -218,7 +213,5 @@ def test_a_thread_that_hangs_does_not_keep_a_complete_run(tmp_path: Path) -> Non
     write_on_policy_run(tmp_path, **REWARDED | {"rollout.reward": named("leaves_a_thread"), "train.steps": 1})
     command = Command("distill", tmp_path / "run.yaml")
     assert command.wait() == 0
-    assert command.err.startswith(
-        "warning: the process ends, although these threads have not ended by themselves: 'checker'"
-    )
+    assert command.err.startswith("warning: the process ends, although these threads have not ended by them")
     assert (tmp_path / "out" / "model").is_dir()

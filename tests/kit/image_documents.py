@@ -121,9 +121,8 @@ def images_of(document: Mapping[str, Tensor]) -> Document:
 
 def joined_images(parts: Sequence[Mapping[str, Tensor]]) -> Document:
     """The images of several documents as a micro-batch has them."""
-    stacked = {
-        name for part in parts if "pixel_attention_mask" in part for name, dims in _STACKED.items() if name in part
-    }
+    masked = [part for part in parts if "pixel_attention_mask" in part]
+    stacked = {name for part in masked for name in _STACKED if name in part}
     joined = {}
     for name in parts[0] if parts else ():
         values = [part[name][0] if name in stacked else part[name] for part in parts]

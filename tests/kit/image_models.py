@@ -70,9 +70,7 @@ class ImageFamily:
 
 
 _FAMILIES = YAML(typ="safe").load(Path(__file__).with_name("image_families.yaml").read_text(encoding="utf-8"))
-FAMILIES = {
-    name: ImageFamily(**fields | {"template": _template(*fields["template"])}) for name, fields in _FAMILIES.items()
-}
+FAMILIES = {name: ImageFamily(**its | {"template": _template(*its["template"])}) for name, its in _FAMILIES.items()}
 
 
 def write_image_model(

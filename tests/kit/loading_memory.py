@@ -146,9 +146,7 @@ def measure(_: Rank, job: tuple[Path, Path, Degrees]) -> Memory:
     prove(runner, small)
     step(runner)
     loading, runner = growth(partial(load, large, degrees, mesh))
-    share = (
-        sum(local(parameter).numel() * parameter.element_size() for _, parameter in runner.named_parameters()) / MIB
-    )
+    share = sum(local(weight).numel() * weight.element_size() for _, weight in runner.named_parameters()) / MIB
     proof, _ = growth(partial(prove, runner, large))
     return Memory(share, loading, proof, growth(partial(step, runner))[0])
 

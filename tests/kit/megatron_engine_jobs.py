@@ -370,9 +370,8 @@ def reordered(rank: Rank, job: Job) -> tuple[float, dict[str, float]]:
 def silent_model(rank: Rank, case: Case) -> str:
     """A job: the message for a model that drops the output processor, at the first pass of the proof."""
     with laid_out(case):
-        chunks = build_chunks(
-            case, Mesh(case.degrees, torch.device("cpu")), ModelSource(partial(decoder, Job(case), 0))
-        )
+        mesh = Mesh(case.degrees, torch.device("cpu"))
+        chunks = build_chunks(case, mesh, ModelSource(partial(decoder, Job(case), 0)))
         model = chunks.models[-1]
         called = model.forward
         model.forward = lambda *inputs, **hook: called(*inputs)

@@ -44,9 +44,7 @@ def requests(lengths: Sequence[int] = LENGTHS, vocabulary: int = 251, seed: int 
 
 
 def as_lists(completions: list[Completion]) -> list[tuple[list[int], list[float], str]]:
-    return [
-        (completion.ids_N.tolist(), completion.log_probs_N.tolist(), completion.finish) for completion in completions
-    ]
+    return [(each.ids_N.tolist(), each.log_probs_N.tolist(), each.finish) for each in completions]
 
 
 STEPS, PROMPTS, SAMPLES = 12, 7, 3
@@ -125,9 +123,7 @@ def write_on_policy_run(folder: Path, **settings: Any) -> RunConfig:
 def rollout_figures(out: Path) -> list[dict[str, float]]:
     """Return the figures of each step, without those that depend on the time."""
     lines = [line for line in metrics(out) if "rollout/share" in line]
-    return [
-        {key: value for key, value in line.items() if not key.startswith(("speed/", "seconds"))} for line in lines
-    ]
+    return [{key: value for key, value in line.items() if not key.startswith(("speed", "seconds"))} for line in lines]
 
 
 def assert_same_figures(out: Path, expected_out: Path, keys: Sequence[str], loss: str) -> None:

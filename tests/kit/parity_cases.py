@@ -234,9 +234,7 @@ class Side:
     def groups(self) -> dict[str, tuple[bool, float]]:
         """Return for each trained parameter whether Muon trains it, and its weight decay."""
         groups = self.engine.optimizer.param_groups
-        kinds = {
-            weight: ("momentum" in group, group["weight_decay"]) for group in groups for weight in group["params"]
-        }
+        kinds = {each: ("momentum" in group, group["weight_decay"]) for group in groups for each in group["params"]}
         named = self.runner.named_parameters()
         return {name: kinds[parameter] for name, parameter in named if parameter.requires_grad}
 

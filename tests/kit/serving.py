@@ -175,9 +175,7 @@ def load_nothing() -> None:
     WeightUpdates.apply = saying  # type: ignore[method-assign]
 
 
-def publish_scaled(
-    folder: Path, target: Path, version: int, factor: float, dtype: torch.dtype = torch.float32
-) -> Path:
+def publish_scaled(folder: Path, target: Path, version: int, factor: float, dtype: Any = torch.float32) -> Path:
     """Publish the model of a folder with all weights times a factor."""
     decoder = Decoder.from_pretrained(folder, dtype=dtype)
     with torch.no_grad():

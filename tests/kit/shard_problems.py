@@ -118,9 +118,7 @@ def heads_of(student_rows: int, teacher_rows: int, student_size: int | None, tea
         CrossEntropy(make_labels(vocabulary=vocabulary), label_smoothing=0.1, z_loss=1e-2),
         Distill(make_signal("bucket", vocabulary=vocabulary, dtype=torch.float32), forward_kl()),
     ]  # fmt: skip
-    return Problem(
-        make_leaves(vocabulary=student_rows, dtype=torch.float32), terms, head={"vocab_size": student_size}
-    )
+    return Problem(make_leaves(vocabulary=student_rows, dtype=torch.float32), terms, {"vocab_size": student_size})
 
 
 def mixture_of(expression: str, student_rows: int, teacher_rows: tuple[int, int], size: int | None) -> Problem:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load_file
+from kit.tensors import tensors_in
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -99,9 +99,7 @@ class StubModel:
 
     def load(self, folder: Path, *, half: bool = False) -> None:
         """half: only some of the tensors, as when a load fails in the middle."""
-        tensors = {
-            name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()
-        }
+        tensors = tensors_in(folder)
         names = sorted(tensors)[: len(tensors) // 2 if half else None]
         with self.changed, torch.no_grad():
             state = self.model.state_dict()

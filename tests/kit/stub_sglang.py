@@ -55,9 +55,7 @@ class Sglang(StubHandler):
             for token, log_probs_V in zip(tokens[1:], self.model.log_probs_SV(tokens), strict=False):
                 actual.append([float(log_probs_V[token]), token, None])
                 best = int(log_probs_V.argmax())
-                top.append(
-                    [[lp, number, None] for number, lp in entries(log_probs_V, best, body["top_logprobs_num"])]
-                )
+                top.append([[lp, each, None] for each, lp in entries(log_probs_V, best, body["top_logprobs_num"])])
             meta |= {"input_token_logprobs": actual, "input_top_logprobs": top}
         self.reply(200, {"text": "", "meta_info": meta})
 
@@ -109,13 +107,9 @@ class Sglang(StubHandler):
         """Whether a request may use an adapter; an adapter that was unloaded is loaded again."""
         model = self.model
         if not model.takes_adapters:
-            problem = (
-                f"LoRA adapter '{name}' was requested, but LoRA is not enabled. Please launch the server with --"
-            )
+            problem = f"LoRA adapter '{name}' was requested, but LoRA is not enabled."
         elif name not in model.paths:
-            problem = (
-                f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: {model.paths.keys()}."
-            )
+            problem = f"Got LoRA adapter that has never been loaded: {name}"
         elif not model.paths[name].is_dir():
             problem = f"Failed to implicitly load LoRA adapter {name}: no such folder"
         else:

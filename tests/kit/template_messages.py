@@ -233,9 +233,8 @@ def _message(draw: random.Random, role: str, texts: list[tuple[str, str]], calls
 
 
 def _call(draw: random.Random, texts: list[tuple[str, str]], number: int) -> dict[str, Any]:
-    arguments: Any = {
-        _new_text(draw, texts, "tool_calls"): _value(draw, texts) for _ in range(draw.choice([0, 1, 2, 2]))
-    }
+    count, key = draw.choice([0, 1, 2, 2]), "tool_calls"
+    arguments: Any = {_new_text(draw, texts, key): _value(draw, texts) for _ in range(count)}
     if not arguments:
         arguments = draw.choice([{}, None, "", "{}"])
     elif draw.random() < 0.3:
