@@ -2,9 +2,9 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
+from kit.config_cases import refused_calls
 from kit.runs import run, session_of, write_records, write_run
 from kit.two_tokenizers import GOLD, tokenizer, write_model, write_pair
 from safetensors.torch import load_file, save_file
@@ -23,27 +23,14 @@ def with_nan(teacher: Path) -> None:
 
 
 ADAPTER = {"student.model": "student", "teacher.model": "student", "student.adapter": {"type": "lora", "r": 2}}
-#: the tokenizer of another teacher than that of the pair, settings, and the message
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("", {}, r"different tokenizers: .* or set teacher.cross_tokenizer to gold, which"),
-    ("", GOLD | {"objective.loss": "uld"}, "objective.loss: uld does not exist any more: removed in November 2026"),
-    ("", GOLD | {"teacher.top_k": 10_000}, "teacher.top_k: got 10000, expected at most 512"),
-    (
-        "",
-        GOLD | ADAPTER,
-        "cross_tokenizer: got gold with student: expected null, because the teacher is the student w",
-    ),
-    ("words", GOLD, "(?s)teacher.cross_tokenizer: the tokens of .*WordPiece"),
-    ("pieces", GOLD | {"data.train": "tricky.jsonl"}, "tricky.jsonl:2: the teacher's tokenizer changes the text"),
-    ("large, with NaN", GOLD, r"teacher: .*norm.weight.* are NaN or infinite"),
-    ("small, with more tokens", GOLD, r"the teacher's token id \d+, but the teacher's head has 301 rows"),
-]
 
 
-@pytest.mark.parametrize(("teacher", "settings", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
+@pytest.mark.parametrize(("call", "message"), refused_calls("teachers with another tokenizer"))
 def test_a_teacher_or_settings_that_cannot_be_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, teacher: str, settings: dict[str, Any], message: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str, message: str
 ) -> None:
+    """The list has the tokenizer of another teacher than that of the pair, settings, and the message."""
+    teacher, settings = eval(call)
     monkeypatch.chdir(folder)
     write_records(folder / "tricky.jsonl", [{"text": "fine"}, {"text": "a▁b"}])
     if teacher:

@@ -1,21 +1,17 @@
 """Clients that say nothing, say too much or come too late: the others are answered all the time."""
 
-import resource
-import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from kit import first_is_quick
-from kit.ranks import free_port
-from kit.runs import Command, wait_for
+from kit.runs import wait_for
 from kit.serving import GENERATION, SCORING, Server, slow_down
 
 from stillhouse.serving import JSON
@@ -77,17 +73,11 @@ def test_connections_that_wait_are_closed_after_some_seconds(server: Server) -> 
 def test_a_header_that_comes_byte_by_byte_is_given_up(server: Server) -> None:
     with opened(server, b"GET /v1/info HTTP/1.1\r\nhost: localhost\r\nx: ") as client:
         started = time.monotonic()
-        while _sends(client) and time.monotonic() - started < 30:
-            time.sleep(0.2)
+        with suppress(ConnectionError):
+            while time.monotonic() - started < 30:
+                client.sendall(b"a")
+                time.sleep(0.2)
         assert time.monotonic() - started < 12
-
-
-def _sends(client: socket.socket) -> bool:
-    try:
-        client.sendall(b"a")
-    except ConnectionError:
-        return False
-    return True
 
 
 def test_requests_without_their_bodies_leave_room_for_probes(server: Server) -> None:
@@ -127,33 +117,26 @@ def test_a_body_over_the_limit_gets_413_and_no_reset(server: Server, more: int, 
 
 
 @pytest.mark.parametrize(
-    ("target", "headers", "status"),
+    ("target", "headers", "status", "pause"),
     [
-        (SCORE, "connection: close", 413),
-        (SCORE, "expect: 100-continue", 413),
-        ("/v1/nothing", "connection: close", 404),
-        (SCORE, "content-type: text/plain\r\nconnection: close", 415),
+        (SCORE, "connection: close", 413, 0),
+        (SCORE, "expect: 100-continue", 413, 0),
+        ("/v1/nothing", "connection: close", 404, 0),
+        (SCORE, "content-type: text/plain\r\nconnection: close", 415, 0),
+        (SCORE, "accept: */*", 413, 0.25),  # the rest arrives for longer than a connection may wait for a header
     ],
 )
-def test_an_early_answer_is_followed_by_no_reset(server: Server, target: str, headers: str, status: int) -> None:
+def test_an_early_answer_is_followed_by_no_reset(
+    server: Server, target: str, headers: str, status: int, pause: float
+) -> None:
     """Also if the connection is closed after it. Python's urllib asks for that, and sends all of its body before."""
-    kind, size = "" if "content-type" in headers else f"content-type: {JSON}\r\n", 150 * 2**20
-    head = f"POST {target} HTTP/1.1\r\nhost: localhost\r\n{kind}{headers}\r\ncontent-length: {size}\r\n\r\n"
+    kind, parts = "" if "content-type" in headers else f"content-type: {JSON}\r\n", 9 if pause else 150
+    head = f"POST {target} HTTP/1.1\r\nhost: localhost\r\n{kind}{headers}\r\ncontent-length: {parts * 2**20}\r\n\r\n"
     with opened(server, head.encode()) as client:
-        for _ in range(size // 2**20):
+        for _ in range(parts):
             client.sendall(b" " * 2**20)
+            time.sleep(pause)
         assert client.recv(4096).startswith(f"HTTP/1.1 {status} ".encode())
-
-
-def test_a_slow_body_over_the_limit_gets_413_and_no_reset(server: Server) -> None:
-    """Its rest arrives for longer than a connection may wait for a header."""
-    head = f"POST {SCORE} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {JSON}\r\n"
-    with opened(server, f"{head}content-length: {JSON_LIMIT + 1}\r\n\r\n".encode()) as client:
-        for _ in range(20):
-            client.sendall(b" " * (JSON_LIMIT // 20))
-            time.sleep(0.1)
-        client.sendall(b" " * (JSON_LIMIT + 1 - JSON_LIMIT // 20 * 20))
-        assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.parametrize("expect", ["expect: 100-continue\r\n", ""])
@@ -216,21 +199,6 @@ def test_millions_of_wrong_values_are_refused_soon(server: Server, folder: Path)
             assert time.monotonic() - started < 3
 
 
-def test_two_servers_on_one_port_the_second_ends_with_one_line(folder: Path) -> None:
-    port = free_port()
-    both = [Command("serve", folder, "--port", str(port), "--device", "cpu") for _ in range(2)]
-    wait_for(lambda: any(command.process.exitcode is not None for command in both), 90)
-    winner, loser = sorted(both, key=lambda command: command.process.exitcode is not None)
-    assert loser.process.exitcode == 1
-    assert "serving on" not in loser.out
-    assert loser.err.startswith(f"error: host 127.0.0.1, port {port} cannot be used: ")
-    assert loser.err.count("\n") == 1
-    wait_for(lambda: "serving on" in winner.out)
-    assert httpx2.get(f"http://127.0.0.1:{port}/healthz").status_code == 200
-    winner.send(signal.SIGTERM)
-    assert winner.wait() == 0
-
-
 #: options, what is slow and by how many seconds, a request, and the tokens that three of them hold
 ROLES: dict[str, tuple[list[str], tuple[str, float], dict[str, Any], float]] = {
     SCORE: (["--batch-tokens", "40"], (SCORING, 0.5), {"token_ids": [[5] * 37]}, 111.0),
@@ -267,27 +235,3 @@ def test_sigterm_answers_what_was_accepted_and_refuses_what_comes_later(folder: 
             assert answer.status_code == 200, answer.text
             assert path == SCORE or len(answer.json()["choices"][0]["token_ids"]) == 30
         assert server.first.wait(60) == 0
-
-
-@pytest.mark.slow
-def test_thousands_of_silent_connections_cost_nobody_a_place(folder: Path) -> None:
-    """In earnest."""
-    count = connection.most_connections() + 52
-    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2 * count:
-        pytest.skip(f"{count} connections need more file descriptors")
-    with Server(folder) as server, ExitStack() as clients:
-        for number in range(count):
-            clients.enter_context(opened(server, list(HALVES.values())[number % len(HALVES)]))
-        stop, statuses = threading.Event(), list[int]()
-
-        def keep_asking() -> None:
-            while not stop.is_set():
-                statuses.append(httpx2.post(server.url + SCORE, json={"token_ids": [[1, 2]]}, timeout=30).status_code)
-
-        thread = threading.Thread(target=keep_asking)
-        thread.start()
-        time.sleep(3)
-        assert is_answered(server, "/healthz")
-        stop.set()
-        thread.join()
-        assert set(statuses) == {200}

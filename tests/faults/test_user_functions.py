@@ -120,7 +120,7 @@ def test_a_function_that_fails_costs_no_step(
 def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
     tmp_path: Path, schedule: str, processes: int
 ) -> None:
-    functions = {"rollout.reward": named("counts"), "rollout.environment": named("remembers")}
+    functions = {"rollout.reward": named("counts"), "rollout.environment": named("echo")}
     settings = REWARDED | functions | {"rollout.stop": ["e", "a"], "rollout.schedule": schedule}
     # every prompt comes several times
     settings |= {"rollout.prompts_per_step": 8, "parallel.fsdp": processes, "checkpoint.every": 2}

@@ -49,17 +49,14 @@ def read_manifest(path: Path) -> WeightsManifest:
 def publish_under(rank: Rank, job: tuple[Path, Path, Degrees, int, bool]) -> str:
     """Publish a model's weights as version 7; returns the path."""
     model, folder, degrees, bucket_bytes, lora = job
-    mesh = Mesh(degrees, CPU)
-    source = ModelSource(partial(_student, model, lora), partial(_fill, model))
-    runner = build_proven_runner(Layout(degrees), mesh, source, None)
+    runner = build_proven_runner(Layout(degrees), Mesh(degrees, CPU), source(model, lora), None)
     return str(publish(runner, folder, 7, bucket_bytes=bucket_bytes))
 
 
 def export_under(rank: Rank, job: tuple[Path, Path, Degrees]) -> None:
     """Write the student's state below a folder, export it from there, and publish the weights as version 7."""
     model, folder, degrees = job
-    source = ModelSource(partial(_student, model, False), partial(_fill, model))
-    runner = build_runner(Layout(degrees), Mesh(degrees, CPU), source, None)
+    runner = build_runner(Layout(degrees), Mesh(degrees, CPU), source(model), None)
     resume, (part, *_) = folder / "resume", runner.decoders
     with runner.ranks.all_raise(OSError):
         if rank.number == 0:
@@ -77,12 +74,7 @@ def growth_under(rank: Rank, job: tuple[Path, Path, Path, Degrees, int]) -> floa
     """
     small, large, folder, degrees, bucket_bytes = job
     mesh = Mesh(degrees, CPU)
-    runners = [
-        build_proven_runner(
-            Layout(degrees), mesh, ModelSource(partial(_student, model, False), partial(_fill, model)), None
-        )
-        for model in (small, large)
-    ]
+    runners = [build_proven_runner(Layout(degrees), mesh, source(model), None) for model in (small, large)]
     publish(runners[0], folder, 0)
     return growth(partial(publish, runners[1], folder, 1, bucket_bytes=bucket_bytes))[0]
 
@@ -97,6 +89,10 @@ def _student(model: Path, lora: bool) -> Decoder:
 def _fill(model: Path, decoder: Decoder) -> None:
     load_weights(decoder, model, CPU)
     initialize_lora(decoder, 0, fresh=False)
+
+
+def source(model: Path, lora: bool = False) -> ModelSource:
+    return ModelSource(partial(_student, model, lora), partial(_fill, model))
 
 
 MIB = 2**20
@@ -163,11 +159,6 @@ def growth(function: Callable[[], Any]) -> tuple[float, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # this resets the peak to the resident size
     result = function()
     return status("VmHWM") - before, result
-
-
-def source(folder: Path) -> ModelSource:
-    weights = partial(load_weights, folder=folder, device=torch.device("cpu"))
-    return ModelSource(partial(empty_decoder, folder), weights)
 
 
 def load(folder: Path, degrees: Degrees, mesh: Mesh) -> Runner:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import varlen_reference
+from kit import NamedCase, varlen_reference
 from kit.causal_families import of_config
 from kit.megatron_weights_jobs import Case, laid_out, model_config
 from kit.parity_models import top_k
@@ -83,7 +83,7 @@ TRAIN = TrainConfig(learning_rate=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(NamedCase):
     """case: the student and its layout. loss: the objective. top_k: entries of a stored signal; 0: a teacher that
     runs in the stages, if the objective needs one. uneven: whether rows of odd length have several documents of other
     lengths, and padding; otherwise, each row is a document. router_aux: the factor of the routers' load balancing.
@@ -105,14 +105,6 @@ class Job:
     packing: str = AUTO
     kernel: bool = False
     adapter: str | list[str] = ""
-
-    @property
-    def name(self) -> str:
-        flags = ["uneven"] * self.uneven + ["balanced"] * bool(self.router_aux) + ["recompute"] * self.recompute
-        flags += ["fixed experts"] * self.fixed_experts
-        flags += [self.packing] * (self.packing != AUTO) + ["kernel"] * self.kernel
-        flags += [f"depths {self.depths}"] * bool(self.depths) + [f"adapter {self.adapter}"] * bool(self.adapter)
-        return " ".join([self.case.name, self.loss, *[f"top {self.top_k}"] * bool(self.top_k), *flags, *self.options])
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import parity_models
+from kit import NamedCase, parity_models
 from kit.megatron_models import (
     CHUNK,
     ROWS_V,
@@ -187,17 +187,13 @@ def refusals(rank: Rank, _: None) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """teacher: "full", "topk" or "" (no teacher). micro_batches: the number of micro-batches in a step."""
 
     layout: Layout
     objective: str = "cross_entropy"
     teacher: str = ""
     micro_batches: int = 1
-
-    @property
-    def name(self) -> str:
-        return "-".join(part for part in (self.layout.name, self.objective.replace(" ", ""), self.teacher) if part)
 
     @property
     def spec(self) -> ObjectiveSpec:

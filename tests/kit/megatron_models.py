@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from kit import NamedCase
 from kit.cuda_is_cpu import cuda_is_cpu
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -27,7 +28,7 @@ LAYERS = 2
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(NamedCase):
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
@@ -38,12 +39,6 @@ class Layout:
     experts: int = 0
     detached: bool = False  # MTP losses have no gradient for the main layers and the head
     mup: bool = False  # the head scales its logits
-
-    @property
-    def name(self) -> str:
-        sizes = f"tensor{self.tensor}-pipeline{self.pipeline}-context{self.context}"
-        flags = [flag for flag in ("sequence", "tied", "packed", "detached", "mup") if getattr(self, flag)]
-        return "-".join([sizes, *[f"mtp{self.depths}"] * bool(self.depths), *flags])
 
 
 @contextmanager

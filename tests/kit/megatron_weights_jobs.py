@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from kit import NamedCase
 from kit.causal_families import of_config, tiny_config
 from kit.cuda_is_cpu import cuda_is_cpu
 from kit.shard_ranks import Rank
@@ -26,7 +27,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """sizes: of the axes, by the names of `initialize_model_parallel` without `_model_parallel_size`.
 
     options: of the model's configuration.
@@ -47,16 +48,6 @@ class Case:
     @property
     def processes(self) -> int:
         return self.tensor * self.pipeline * self.context * self.data
-
-    @property
-    def name(self) -> str:
-        degrees = {
-            name: getattr(self, name)
-            for name in ("tensor", "pipeline", "chunks", "context", "expert", "data", "replicas")
-        }
-        parts = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
-        flags = ["sequence"] * self.sequence + ["tied"] * self.tied + [*self.options]
-        return "-".join([self.model_type, *parts, *flags])
 
     @property
     def degrees(self) -> Degrees:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from kit import NamedCase
 from kit.parity_models import VOCABULARY, build_student, configurations, decoder, top_k, with_hidden, with_lora
 from kit.shard_ranks import Rank
 from torch import Tensor
@@ -48,7 +49,7 @@ TRAIN = TrainConfig(learning_rate=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """A layout, a pair of models and an objective.
 
     micro_batches: the number per data rank and step. family: qwen3 (untied), llama (tied), qwen3_moe (student and
@@ -75,22 +76,6 @@ class Case:
     waiting_teacher: bool = False  # FSDP keeps the teacher's shards in host memory
     mtp: Literal["", "teacher", "student", "heads"] = ""
     optimizer: str = "adamw"
-
-    @property
-    def name(self) -> str:
-        kind = f"{self.family}-{self.layout.degrees}".replace(" × ", "-").replace(" ", "")
-        schedule = f"-{self.layout.schedule}-{self.micro_batches}" if self.layout.degrees.pipeline > 1 else ""
-        separate = "" if self.teacher is None else f"-teacher-{self.teacher}".replace(" × ", "-").replace(" ", "")
-        kept = "-bf16" if self.dtype == torch.bfloat16 else ""
-        flags = {"top_k": self.top_k, "recomputed": self.checkpointing, "offload": self.layout.offload}
-        flags |= {"other_tokens": self.other_tokens, "waiting_teacher": self.waiting_teacher}
-        flags |= {"hidden": bool(self.hidden), "compiled": self.layout.compile}
-        flags |= {"residual": self.layout.residual_dtype is not None}
-        objective = "" if self.spec == SPEC else f"-{self.spec.divergence or 'cross_entropy'}"
-        objective += "" if self.optimizer == "adamw" else f"-{self.optimizer}"
-        more = objective + separate + "".join(f"-{flag}" for flag, is_set in flags.items() if is_set)
-        more += f"-mtp-{self.mtp}" if self.mtp else ""
-        return kind + schedule + more + (f"-lora-{self.lora}{kept}" if self.lora else "")
 
 
 @dataclass

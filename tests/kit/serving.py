@@ -4,7 +4,6 @@ import pkgutil
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,20 +29,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Server:
-    """processes: more than one divides the model (tensor parallel). Ends when the block ends, with exit code 0."""
+    """processes: more than one divides the model (tensor parallel). shared: options of their `Command`s.
+
+    Ends when the block ends, with exit code 0.
+    """
 
     def __init__(
         self,
         folder: Path,
         *options: str | int,
         processes: int = 1,
-        hook: Callable[..., None] | None = None,
-        hook_arguments: tuple[Any, ...] = (),
-        environment: dict[str, str] | None = None,
         headers: dict[str, str] | None = None,
+        **shared: Any,
     ):
         arguments = ("serve", folder, "--port", 0, "--device", "cpu", *options)
-        shared: dict[str, Any] = {"hook": hook, "hook_arguments": hook_arguments, "environment": environment}
         if processes == 1:
             self.commands = [Command(*arguments, **shared)]
         else:
