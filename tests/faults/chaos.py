@@ -87,9 +87,7 @@ def prepare(name: str, root: Path) -> Case:
 # faults during a run
 
 
-def send(
-    case: Case, out: Path, draw: random.Random, *, numbers: Sequence[signal.Signals], everyone: bool
-) -> tuple[Ranks, str]:
+def send(case: Case, out: Path, draw: random.Random, *, numbers: Sequence[int], everyone: bool) -> tuple[Ranks, str]:
     """Send one of the signals to one rank, or to all."""
     ranks = case.start(out)
     where = wait_for_moment(case, ranks, out, draw)

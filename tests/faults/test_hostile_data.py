@@ -77,18 +77,6 @@ def test_a_chat_template_of_endless_text(conversations: Path) -> None:
         load_documents(conversations, chat(endless), LoadOptions(max_tokens=32))
 
 
-def test_the_process_of_a_template_ends_with_it(conversations: Path) -> None:
-    template = chat_template.ChatTemplate(toy_tokenizer(chat="plain"), ("messages",), "completion")
-    template.render(json.loads(conversations.read_text().splitlines()[0]))
-    process = template.isolated._process
-    assert process is not None
-    (pid, *_) = process[1].peek()[2]
-    os.kill(pid, 0)
-    del process, template
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
 def test_a_process_that_is_stopped_is_replaced_or_named() -> None:
     """A stopped process uses no processor time, and reads no request of more bytes than its socket holds."""
 
@@ -110,17 +98,22 @@ def test_a_process_that_is_stopped_is_replaced_or_named() -> None:
     assert isolated(b"c") == b"c"
 
 
-def test_the_process_of_a_template_keeps_no_file_open(conversations: Path) -> None:
+def test_the_process_of_a_template_keeps_no_file_open_and_ends_with_it(conversations: Path) -> None:
     """A thread that starts a program at the same time waits until the pipe of this start is closed everywhere."""
     reader, writer = os.pipe()
     template = chat_template.ChatTemplate(toy_tokenizer(chat="plain"), ("messages",), "completion")
     template.render(json.loads(conversations.read_text().splitlines()[0]))
     os.close(writer)
-    assert template.isolated._process is not None
-    readable_ends, _, _ = select.select([reader], [], [], 10)
-    assert readable_ends == [reader]
+    process = template.isolated._process
+    assert process is not None
+    assert select.select([reader], [], [], 10)[0] == [reader]
     assert os.read(reader, 1) == b""
     os.close(reader)
+    (pid, *_) = process[1].peek()[2]
+    os.kill(pid, 0)
+    del process, template
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_an_empty_saved_dataset(tmp_path: Path) -> None:

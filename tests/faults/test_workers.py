@@ -122,9 +122,7 @@ def write_until_called(marker: Path) -> None:
     [{"rollout.reward": "worker_rewards:marks"}, slow({"rollout.environment": "worker_rewards:replies"})],
 )
 @pytest.mark.usefixtures("functions")
-def test_calls_begin_while_other_completions_are_written_also_under_sync(
-    tmp_path: Path, functions_of_run: dict[str, Any]
-) -> None:
+def test_calls_begin_while_other_completions_are_written(tmp_path: Path, functions_of_run: dict[str, Any]) -> None:
     settings = REWARDED | {"rollout.stop": ["e", "a", "i"], "train.steps": 2} | functions_of_run
     write_on_policy_run(tmp_path, **settings)
     arguments = ("distill", tmp_path / "run.yaml")

@@ -21,6 +21,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.25, "bos_token_id": 1,
     "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+WINDOWED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 _GEMMA: dict[str, Any] = {
     **SHAPE, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW,
     "final_logit_softcapping": SOFTCAP,
@@ -29,9 +30,7 @@ _GEMMA: dict[str, Any] = {
 #: family → its configuration; options: vocab_size, tie_word_embeddings
 FAMILIES: dict[str, Callable[..., hf.PreTrainedConfig]] = {
     "llama": partial(hf.LlamaConfig, **SHAPE),
-    "qwen3": partial(
-        hf.Qwen3Config, **SHAPE, head_dim=16, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
-    ),
+    "qwen3": partial(hf.Qwen3Config, **SHAPE, **WINDOWED, head_dim=16),
     "qwen3_moe": partial(
         hf.Qwen3MoeConfig, **SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
         norm_topk_prob=True,

@@ -98,9 +98,7 @@ def model_of(family: str, **options: Any) -> PreTrainedModel:
     return image_model(family, image_tokenizer(family), **options)
 
 
-def documents_of(
-    family: str, folder: Path, sizes: Sequence[Sequence[tuple[int, int]]] = DOCUMENT_SIZES
-) -> list[Document]:
+def documents_of(family: str, folder: Path, sizes: Sequence[Sequence[Any]] = DOCUMENT_SIZES) -> list[Document]:
     """Documents as the family's processor returns them, [1, S] for tokens. folder: to write the model in."""
     processor: Any = load_processor(str(write_image_model(family, folder)))
     documents = []

@@ -170,9 +170,8 @@ def refusals(rank: Rank, _: None) -> list[str]:
         model = build(Layout(depths=1), 0)
         inputs = (batch.input_ids_BS, batch.position_ids_BS, None)
         hook = MegatronProcessor(model, processors.hidden_states)
-        weight = distribute_tensor(
-            model.output_layer.weight.detach(), init_device_mesh("cpu", (dist.get_world_size(),))
-        )
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        weight = distribute_tensor(model.output_layer.weight.detach(), mesh)
 
         def deferred() -> None:
             model.config.defer_embedding_wgrad_compute = True

@@ -114,9 +114,8 @@ def compare(rank: Rank, case: Case) -> Difference:
     for micro_batches, signals in requests:
         sharded.step(micro_batches, signals)
         sharded.engine.update(LEARNING_RATE)
-    difference.groups = [
-        name for name, kind in sharded.groups().items() if reference.groups[alias(name, reference.groups)] != kind
-    ]
+    groups = sharded.groups().items()
+    difference.groups = [name for name, kind in groups if reference.groups[alias(name, reference.groups)] != kind]
     for name, parameter in sharded.runner.named_parameters():
         expected = reference.weights[alias(name, reference.weights)]
         elements = reference.exact_elements(alias(name, reference.weights))
@@ -154,7 +153,8 @@ class Reference:
         requests = side.requests(steps)
         sums, norm = side.step(*next(requests)), side.engine.gradient_norm()
         parameters = dict(side.runner.named_parameters())
-        gradients = {name: copied(parameter.grad) for name, parameter in parameters.items()}
+        found = {name: parameter.grad for name, parameter in parameters.items()}
+        gradients = {name: None if gradient is None else gradient.clone() for name, gradient in found.items()}
         side.engine.update(LEARNING_RATE)
         for micro_batches, signals in requests:
             side.step(micro_batches, signals)
@@ -168,10 +168,6 @@ class Reference:
         if gradient is None:
             return torch.ones_like(self.weights[name], dtype=torch.bool)
         return (gradient == 0) | (gradient.abs() > 1e-6 * self.norm)
-
-
-def copied(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
 
 
 @dataclass

@@ -96,9 +96,8 @@ class Server:
 
     def score(self, signal: SignalSpec, documents: list[DocumentRows]) -> list[dict[str, torch.Tensor]]:
         """The signals of documents, through the client's side of the wire."""
-        answer = self.client.post(
-            "/v1/score", content=encode_request(signal, documents), headers={"content-type": SAFETENSORS}
-        )
+        content, kind = encode_request(signal, documents), {"content-type": SAFETENSORS}
+        answer = self.client.post("/v1/score", content=content, headers=kind)
         assert answer.status_code == 200, answer.text
         info = self.info()
         teacher, signals = decode_answer(answer.content, signal, info["width"], documents)
@@ -147,9 +146,8 @@ def nan_for_token(token: int) -> None:
 
     def with_nan(decoder: Decoder, input_ids: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         bad_BS1 = (input_ids == token)[..., None]
-        handle = decoder.backbone.norm.register_forward_hook(
-            lambda _, __, hidden_BSE: hidden_BSE.masked_fill(bad_BS1, torch.nan)
-        )
+        norm = decoder.backbone.norm
+        handle = norm.register_forward_hook(lambda _, __, hidden_BSE: hidden_BSE.masked_fill(bad_BS1, torch.nan))
         try:
             return forward(decoder, input_ids, *arguments, **options)
         finally:
@@ -174,9 +172,9 @@ def load_nothing() -> None:
     WeightUpdates.apply = saying  # type: ignore[method-assign]
 
 
-def publish_scaled(folder: Path, target: Path, version: int, factor: float, dtype: Any = torch.float32) -> Path:
+def publish_scaled(folder: Path, target: Path, version: int, factor: float) -> Path:
     """Publish the model of a folder with all weights times a factor."""
-    decoder = Decoder.from_pretrained(folder, dtype=dtype)
+    decoder = Decoder.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.mul_(factor)

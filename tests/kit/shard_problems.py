@@ -196,9 +196,7 @@ def weighted(weights: str, valid_index: bool = False) -> Problem:
     }  # fmt: skip
     options: dict[str, Any] = {"weights_T": patterns[weights], "normalizer": torch.tensor(19)}
     if valid_index:
-        options["valid_index"] = (
-            torch.ones(T).nonzero()[:, 0] if weights == "none" else patterns[weights].nonzero()[:, 0]
-        )
+        options["valid_index"] = (torch.ones(T) if weights == "none" else patterns[weights]).nonzero()[:, 0]
     mixture = Distill(make_signal("mixture", dtype=torch.float32), jsd(0.3), 0.4)
     return Problem(make_leaves(dtype=torch.float32), [*every_term(dtype=torch.float32), mixture], options=options)
 
@@ -216,7 +214,7 @@ def of_tokens(tokens: int, frozen: tuple[str, ...] = (), upstream: float = 1.0) 
     return Problem(leaves, terms, frozen=frozen, upstream=upstream)
 
 
-def from_logits(expression: str, masked: str, dtype: torch.dtype = torch.float32) -> Problem:
+def from_logits(expression: str, masked: str) -> Problem:
     """Logits with −inf in some columns. The labels are columns without −inf."""
     random = generator(12)
     logits_TV = torch.randn(T, V, generator=random, dtype=torch.float64) * 3
@@ -232,13 +230,13 @@ def from_logits(expression: str, masked: str, dtype: torch.dtype = torch.float32
     if masked != "the teacher's":
         logits_TV = logits_TV.masked_fill(mask_TV, -torch.inf)
     labels_T = (~mask_TV).long().argmax(1).index_fill(0, torch.tensor([2]), -100)
-    teacher = DenseLogits(teacher_TV.masked_fill(mask_TV, -torch.inf).to(dtype))
+    teacher = DenseLogits(teacher_TV.masked_fill(mask_TV, -torch.inf).float())
     terms: list[Term] = [
         Distill(teacher, parse_divergence(expression), 0.7, 1.3),
         CrossEntropy(labels_T, 0.3, z_loss=1e-2),
         Entropy(0.1),
     ]
-    return Problem(Logits(logits_TV.to(dtype)), terms, options={"weights_T": some_weights()})
+    return Problem(Logits(logits_TV.float()), terms, options={"weights_T": some_weights()})
 
 
 ONE_ROUND = ["forward_kl", "reverse_kl", "0.9*forward_kl + 0.1*reverse_kl"]

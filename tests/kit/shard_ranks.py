@@ -149,9 +149,8 @@ class RankPool:
         with _one_thread():
             for number in range(self.size):
                 pipe, end = context.Pipe()
-                process: ForkServerProcess = context.Process(
-                    target=_serve, args=(number, self.size, str(store), end), daemon=True
-                )
+                arguments = (number, self.size, str(store), end)
+                process: ForkServerProcess = context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 end.close()
                 self._pipes.append(pipe)

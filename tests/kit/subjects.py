@@ -134,9 +134,7 @@ def data(folder: Path) -> Load:
         documents = load_documents(
             target,
             draw.choice(tokenizers),
-            LoadOptions(
-                max_tokens=TOKENS, tokens=draw.choice(["completion", "all"]), on_error=draw.choice(["raise", "skip"])
-            ),
+            LoadOptions(TOKENS, tokens=draw.choice(["completion", "all"]), on_error=draw.choice(["raise", "skip"])),
         )
         documents.report.summary()
         packed = PackedSequences(documents, max_tokens=TOKENS, seed=0)

@@ -1,14 +1,12 @@
 """Small real tokenizers for tests: byte-level BPE, trained in this process on a few lines of text.
 
-`toy_tokenizer()` returns a tokenizer of about 400 entries with bos, eos and pad; `save_toy_tokenizer` writes
-it as a Hugging Face folder. Two of the chat templates render the same text; one marks the assistant's part
-with `{% generation %}`, and the other, like most templates in use, does not. The third is like those of
+`toy_tokenizer()` returns a tokenizer of about 400 entries with bos, eos and pad. Two of the chat templates render the
+same text; one marks the assistant's part with `{% generation %}`, and the other, like most templates in use, does not. The third is like those of
 reasoning models: it drops the thoughts of turns before the last question and writes those of later turns,
 even if they are empty.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -85,9 +83,3 @@ def toy_tokenizer(
     if chat is not None:
         tokenizer.chat_template = TEMPLATES[chat]
     return tokenizer
-
-
-def save_toy_tokenizer(folder: Path, *, chat: Chat | None = None, adds_bos: bool = True) -> Path:
-    """Write a toy tokenizer as a Hugging Face folder and return the folder."""
-    toy_tokenizer(chat=chat, adds_bos=adds_bos).save_pretrained(folder)
-    return folder
