@@ -1,5 +1,6 @@
 """Clients that say nothing, say too much or come too late: the others are answered all the time."""
 
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 from kit import first_is_quick
-from kit.runs import wait_for
+from kit.ranks import free_port
+from kit.runs import Command, wait_for
 from kit.serving import GENERATION, SCORING, Server, slow_down
 
 from stillhouse.serving import JSON
@@ -195,6 +197,21 @@ def test_millions_of_wrong_values_are_refused_soon(server: Server, folder: Path)
             answer = httpx2.post(running.url + path, content=content, headers={"content-type": JSON}, timeout=120)
             assert answer.status_code == 400
             assert time.monotonic() - started < 3
+
+
+def test_two_servers_on_one_port_the_second_ends_with_one_line(folder: Path) -> None:
+    port = free_port()
+    both = [Command("serve", folder, "--port", str(port), "--device", "cpu") for _ in range(2)]
+    wait_for(lambda: any(command.process.exitcode is not None for command in both), 90)
+    winner, loser = sorted(both, key=lambda command: command.process.exitcode is not None)
+    assert loser.process.exitcode == 1
+    assert "serving on" not in loser.out
+    assert loser.err.startswith(f"error: host 127.0.0.1, port {port} cannot be used: ")
+    assert loser.err.count("\n") == 1
+    wait_for(lambda: "serving on" in winner.out)
+    assert httpx2.get(f"http://127.0.0.1:{port}/healthz").status_code == 200
+    winner.send(signal.SIGTERM)
+    assert winner.wait() == 0
 
 
 #: options, what is slow and by how many seconds, a request, and the tokens that three of them hold
