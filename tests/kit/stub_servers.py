@@ -91,10 +91,15 @@ class StubModel:
             vars(self).update(state)
             self.changed.notify_all()
 
-    def use(self, adapter: str | None, count: int) -> None:
-        with self.changed:
-            if adapter is not None:
-                self.uses[adapter] += count
+    @contextmanager
+    def using(self, adapter: str | None) -> Iterator[None]:
+        try:
+            with self.changed:
+                self.uses[adapter or ""] += 1
+            yield
+        finally:
+            with self.changed:
+                self.uses[adapter or ""] -= 1
                 self.changed.notify_all()
 
     def load(self, folder: Path, *, half: bool = False) -> None:

@@ -1,8 +1,6 @@
 """The routes of an SGLang, for `kit.stub_servers`."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ class Sglang(StubHandler):
         adapter = body.get("lora_path")
         if adapter is not None and not self._has_adapter(adapter):
             return
-        with self._using(adapter):
+        with self.model.using(adapter):
             completion = self.model.write(tokens, options, adapter)
         reason: dict[str, Any] = {"type": completion["finish"]}
         if completion["finish"] == "stop":
@@ -118,14 +116,6 @@ class Sglang(StubHandler):
             return True
         self.reply(400, {"error": {"message": problem}})
         return False
-
-    @contextmanager
-    def _using(self, adapter: str | None) -> Iterator[None]:
-        self.model.use(adapter, 1)
-        try:
-            yield
-        finally:
-            self.model.use(adapter, -1)
 
     def _answer_adapters(self, problem: str = "") -> None:
         loaded = {name: str(path) for name, path in self.model.paths.items() if name in self.model.adapters}
