@@ -1,7 +1,7 @@
 """Compiles the objective's kernels for an H100 or H200, without one, and counts their instructions.
 
-    python -m benchmarks.kernel_instructions      prints, as JSON, for each kernel: instructions per element, registers,
-                                                  and bytes of the stack
+    python -m benchmarks.kernel_instructions      prints, as JSON, for each kernel: instructions per element,
+                                                  registers, and bytes of the stack
 
 Every kernel is compiled as the host code launches it: its launch is recorded. The counts come from the disassembly
 that Triton's package contains.
