@@ -1,7 +1,9 @@
 """Clients that say nothing, say too much or come too late: the others are answered all the time."""
 
+import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -250,3 +252,27 @@ def test_sigterm_answers_what_was_accepted_and_refuses_what_comes_later(folder: 
             assert answer.status_code == 200, answer.text
             assert path == SCORE or len(answer.json()["choices"][0]["token_ids"]) == 30
         assert server.first.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_thousands_of_silent_connections_cost_nobody_a_place(folder: Path) -> None:
+    """In earnest."""
+    count = connection.most_connections() + 52
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2 * count:
+        pytest.skip(f"{count} connections need more file descriptors")
+    with Server(folder) as server, ExitStack() as clients:
+        for number in range(count):
+            clients.enter_context(opened(server, list(HALVES.values())[number % len(HALVES)]))
+        stop, statuses = threading.Event(), list[int]()
+
+        def keep_asking() -> None:
+            while not stop.is_set():
+                statuses.append(httpx2.post(server.url + SCORE, json={"token_ids": [[1, 2]]}, timeout=30).status_code)
+
+        thread = threading.Thread(target=keep_asking)
+        thread.start()
+        time.sleep(3)
+        assert is_answered(server, "/healthz")
+        stop.set()
+        thread.join()
+        assert set(statuses) == {200}
