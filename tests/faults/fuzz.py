@@ -57,9 +57,7 @@ def outcome(load: object, subject: str, seed: int, number: int) -> tuple[str, st
         text = str(error)
         if text.count("\n") >= LINES or len(text) > CHARACTERS or text != escaped(text, lines=True):
             return "FAILED", f"an error that cannot be read: {text[:300]!r} ({len(text)} characters)"
-        if type(error).__module__.partition(".")[0] not in ("stillhouse", "builtins") or isinstance(
-            error, UnicodeError
-        ):
+        if isinstance(error, UnicodeError) or type(error).__module__.split(".")[0] not in ("stillhouse", "builtins"):
             return "FAILED", traceback.format_exc()[-3000:]
         names = {ConfigError: "ConfigError", DataError: "DataError"}
         return next((name for kind, name in names.items() if isinstance(error, kind)), "ValueError"), ""
@@ -97,16 +95,9 @@ def run(subject: str, mutations: int, seed: int = 0, first: int = 0) -> Campaign
         at = first + campaign.mutations
         rest = mutations - campaign.mutations
         command = [
-            sys.executable,
-            __file__,
-            subject,
-            "--seed",
-            str(seed),
-            "--first",
-            str(at),
-            "--mutations",
+            sys.executable, __file__, subject, "--seed", str(seed), "--first", str(at), "--mutations",
             str(rest),
-        ]
+        ]  # fmt: skip
         with tempfile.TemporaryFile("w+") as log:
             worker = subprocess.Popen([*command, "--worker"], stdout=subprocess.PIPE, stderr=log, text=True)
             assert worker.stdout is not None
@@ -135,9 +126,7 @@ def add(campaign: Campaign, first: int, kind: str, details: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "subject", help="configurations, data, images, messages, models, published, adapters, answers, or all"
-    )
+    parser.add_argument("subject", help="a name of kit.subjects.SUBJECTS, or all")
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)

@@ -78,7 +78,5 @@ def test_no_sample_is_lost_or_trained_twice(tmp_path: Path, setting: str) -> Non
 def test_the_record_of_trained_samples_says_what_is_wrong(
     numbers: list[list[int]], versions: list[tuple[int, int]], message: str
 ) -> None:
-    steps = [
-        TrainedStep(step, *step_samples) for step, step_samples in enumerate(zip(numbers, versions, strict=True))
-    ]
+    steps = [TrainedStep(step, *samples) for step, samples in enumerate(zip(numbers, versions, strict=True))]
     assert wrong_in(steps, count=2, samples=4, max_staleness=1) == message

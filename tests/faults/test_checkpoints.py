@@ -24,6 +24,10 @@ from stillhouse.hashing import json_hash
 from stillhouse.output.progress import DamagedCheckpointError, State, write_state
 from stillhouse.tools.verify import verify_run
 
+#: a run of two ranks: its folder, and the override of its layout
+OnTwo = tuple[Path, str]
+Damage = Callable[[Path], str]
+
 
 def distill_on_two(folder: Path, out: Path, *overrides: str) -> Ranks:
     ranks = Ranks(2, "distill", folder / "run.yaml", f"out={out}", *overrides)
@@ -47,12 +51,11 @@ def second(resume: Path) -> str:
     return name
 
 
-@pytest.mark.parametrize(
-    ("run_on_two", "damage"), [("fsdp", stale), slow("fsdp", lost), slow("pipeline", lost)], indirect=["run_on_two"]
-)
-def test_a_damaged_file_of_one_rank_is_named(
-    run_on_two: tuple[Path, str], tmp_path: Path, damage: Callable[[Path], str]
-) -> None:
+ONE_RANK = [("fsdp", stale), slow("fsdp", lost), slow("pipeline", lost)]
+
+
+@pytest.mark.parametrize(("run_on_two", "damage"), ONE_RANK, indirect=["run_on_two"])
+def test_a_damaged_file_of_one_rank_is_named(run_on_two: OnTwo, tmp_path: Path, damage: Damage) -> None:
     folder, override = run_on_two
     out = interrupted(folder, tmp_path)
     resume = out / "checkpoints" / NEWEST / "resume"
@@ -114,9 +117,7 @@ DAMAGE: list[Callable[[Path], str] | str] = [
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_within_a_checkpoint_is_found(
-    complete_run: Path, tmp_path: Path, damage: Callable[[Path], str] | str
-) -> None:
+def test_damage_within_a_checkpoint_is_found(complete_run: Path, tmp_path: Path, damage: Damage | str) -> None:
     newest = Path(shutil.copytree(complete_run / "out" / "checkpoints" / NEWEST, tmp_path / NEWEST))
     shutil.copytree(complete_run / "out" / "checkpoints" / BEFORE, tmp_path / BEFORE)
     problem = "its state.json "
@@ -294,11 +295,9 @@ def other_state(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run_on_two", "rank"), [("fsdp", 1), slow("fsdp", 0), slow("pipeline", 0)], indirect=["run_on_two"]
+    ("run_on_two", "rank"), [("fsdp", 1), *map(slow, ("fsdp", "pipeline"), (0, 0))], indirect=["run_on_two"]
 )
-def test_damage_that_one_rank_finds_is_refused_by_all(
-    run_on_two: tuple[Path, str], tmp_path: Path, rank: int
-) -> None:
+def test_damage_that_one_rank_finds_stops_all(run_on_two: tuple[Path, str], tmp_path: Path, rank: int) -> None:
     """No rank resumes from another checkpoint than the others."""
     folder, override = run_on_two
     out = interrupted(folder, tmp_path)

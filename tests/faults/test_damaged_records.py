@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from kit.config_cases import refused_calls
 from kit.report_runs import EVAL_SAMPLE, Page, make_on_policy_run, make_run
 
 from stillhouse.output.json_lines import read_metrics
@@ -22,7 +23,6 @@ LINES = [
     *(b'{"step": -1}', b'{"step": 1, "\\u001b[31m": []}', b'{"step": 1, "a": ' + b"9" * 400 + b"}"),
     *(b'{"step": ' + b"9" * digits + b"}" for digits in (400, 5000)),
 ]
-TOKEN = {"text": "a", "target": True, "kl": None, "teacher": [], "student": []}
 
 
 @pytest.fixture(scope="module")
@@ -56,25 +56,9 @@ def test_a_line_that_no_run_writes_is_named(run_dir: Path, name: str, line: byte
     assert text.count("\n") < 3
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("metrics.jsonl", {"step": -1}, "step -1 follows step 4; steps must not decrease"),
-        ("metrics.jsonl", {"step": True}, 'expected an object with a number "step", got {"step": true'),
-        ("metrics.jsonl", {"a": "fast"}, "a is 'fast'; expected a number or null"),
-        ("timeline.jsonl", {"lane": "kitchen"}, "lane: input should be 'rollout'"),
-        ("timeline.jsonl", {"stop": -1}, "stop: input should be greater"),
-        ("timeline.jsonl", {"start": 1e9}, "stop: value error, expected at least start"),
-        ("timeline.jsonl", {"start": float("inf")}, "start: "),
-        ("samples.jsonl", {"staleness": -1}, "staleness: "),
-        ("samples.jsonl", {"reward": "much"}, "reward: "),
-        ("samples.jsonl", {"tokens": [{"text": "\x1b[31m"}]}, "tokens.0.divergence: field required"),
-        ("samples.jsonl", {"source": "someone"}, "source: "),
-        ("eval_samples.jsonl", {"step": -1}, "step: input should be greater"),
-        ("eval_samples.jsonl", {"finish": None}, "finish: input should be 'stop' or 'length', got None"),
-    ],
-)
-def test_a_wrong_value_names_its_key(run_dir: Path, name: str, change: dict, message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("values of records that no run writes"))
+def test_a_wrong_value_names_its_key(run_dir: Path, call: str, message: str) -> None:
+    name, change = eval(call)
     path = run_dir / name
     *lines, last = path.read_text().splitlines()
     path.write_text("\n".join([*lines, json.dumps(json.loads(last) | change)]) + "\n")
@@ -82,25 +66,9 @@ def test_a_wrong_value_names_its_key(run_dir: Path, name: str, change: dict, mes
         read_run(run_dir)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("config.yaml", "- a", "config.yaml: expected a mapping of sections, got list"),
-        ("environment.json", "[]", "environment.json: expected a JSON object, got []"),
-        ("tokens.json", '{"step": 1}', "tokens.json: documents: field required"),
-        (
-            "tokens.json",
-            json.dumps(
-                {"step": 1, "documents": [{"source": "x:1", "tokens": [TOKEN, {"text": "b", "target": True}]}]}
-            ),
-            "tokens.json: documents.0.tokens.1.kl: field required",
-        ),
-        ("data.json", "[", "data.json: not JSON"),
-    ],
-)
-def test_a_failed_report_names_the_file_and_leaves_the_page_before(
-    run_dir: Path, name: str, text: str, message: str
-) -> None:
+@pytest.mark.parametrize(("call", "message"), refused_calls("files of a run that a report cannot read"))
+def test_a_failed_report_names_the_file_and_leaves_the_page_before(run_dir: Path, call: str, message: str) -> None:
+    name, text = eval(call)
     before = write_report(run_dir).read_bytes()
     (run_dir / name).write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import slow
+from kit.config_cases import refused_calls
 from kit.engine_answers import INFO, METADATA, true_answers
 from kit.runs import wait_for
 from kit.stub_servers import HOSTILE, Fault, body, hostile_server, raw
@@ -45,27 +46,25 @@ def calls_to(url: str) -> list[Any]:
     return list(StillhouseApi().calls(ServerInfo(url, "t"), SignalSpec("hidden", "float32"), 8, [DOCUMENT]))
 
 
-def score(url: str, calls: Any = calls_to) -> Any:
-    with closing(ServerPool([url], TIMEOUT)) as servers:
-        return servers.score(list(calls(url)))
+def asking(question: Callable[[ServerPool, str], Any]) -> Callable[[str], Any]:
+    def request(url: str) -> Any:
+        with closing(ServerPool([url], TIMEOUT)) as servers:
+            return question(servers, url)
+
+    return request
 
 
-def top_k(url: str) -> Any:
-    spec = SignalSpec("top_k", "float32", 2, 1.0)
-    return score(url, lambda url: VllmApi().calls(ServerInfo(url, "t"), spec, 0, [DOCUMENT]))
-
-
-def describe(url: str) -> Any:
-    with closing(ServerPool([url], TIMEOUT)) as servers:
-        return StillhouseApi().describe(servers.asker(url), url)
-
-
-def name_model(url: str) -> Any:
-    with closing(ServerPool([url], TIMEOUT)) as servers:
-        return VllmApi().model_name(servers.asker(url))
-
-
-REQUESTS = [reward, describe, *map(slow, (score, top_k, name_model))]
+TOP_K = SignalSpec("top_k", "float32", 2, 1.0)
+REQUESTS = [
+    pytest.param(reward, id="reward"),
+    pytest.param(asking(lambda servers, url: StillhouseApi().describe(servers.asker(url), url)), id="describe"),
+    slow(asking(lambda servers, url: VllmApi().model_name(servers.asker(url))), id="name the model"),
+    slow(asking(lambda servers, url: servers.score(calls_to(url))), id="score"),
+    slow(
+        asking(lambda servers, url: servers.score(list(VllmApi().calls(ServerInfo(url, "t"), TOP_K, 0, [DOCUMENT])))),
+        id="top_k",
+    ),
+]
 
 
 @pytest.mark.parametrize("request_of", REQUESTS)
@@ -144,38 +143,18 @@ def test_a_server_that_says_later_is_asked_again_before_the_limit() -> None:
         assert len(headers) == 3
 
 
-def npz() -> bytes:
+def npz() -> str:
     file = io.BytesIO()
     np.savez(file, np.zeros((3, 2)))
-    return file.getvalue()
+    return base64.b64encode(file.getvalue()).decode()
 
 
-#: answers that lie, by the kind of answer (`engine_answers.py`): what is changed, and the error
-LIES: list[tuple[str, str, str, str]] = [
-    ("vLLM's completion", '"end": 2', '"end": 1000000000000', "versions of the tokens 0 to 1000000000000"),
-    ("vLLM's completion", '"token_ids": [5, 7]', '"token_ids": [5, 300]', "differ"),
-    ("vLLM's completion", "5", "300", "the ids 7 to 300: expected 0 to 299"),
-    ("vLLM's completion", "5", "99999999999", "Input should be less than 2147483648"),
-    ("vLLM's completion", '"logprob": -0.1', '"logprob": NaN', "Input should be less than or equal to 0.001"),
-    ("vLLM's prompt log-probabilities", '"4"', '"99999999999"', "Input should be less than 2147483648"),
-    ("vLLM's prompt log-probabilities", "-0.5", "1e999", "Input should be less than or equal to 0.001"),
-    ("vLLM's models", "64", "9" * 400, "Input should be less than 2147483648"),
-    ("vLLM's chosen scores", "*", base64.b64encode(npz()).decode(), "gives no array of log-probabilities"),
-    ("our description", '"vocabulary": 300', '"vocabulary": -1', "greater than or equal to 1"),
-    (
-        "our description",
-        '"stillhouse": "0.1.0"',
-        '"stillhouse": "9.0", "wire": 7',
-        "format is 1, not 7: expected the same",
-    ),
-]
-
-
-@pytest.mark.parametrize(("kind", "old", "new", "error"), LIES, ids=[f"{kind} {error}" for kind, _, _, error in LIES])
-def test_a_lie_is_an_error_that_says_what_was_expected(kind: str, old: str, new: str, error: str) -> None:
+@pytest.mark.parametrize(("call", "error"), refused_calls("lies of servers"))
+def test_a_lie_is_an_error_that_says_what_was_expected(call: str, error: str) -> None:
+    kind, old, new = eval(call)
     content, read = true_answers()[kind]
     text = content.decode()
-    lie = json.dumps({"prompt_token_id_logprobs": new}) if old == "*" else text.replace(old, new)
+    lie = json.dumps({"prompt_token_id_logprobs": npz()}) if new == "npz" else text.replace(old, new)
     with pytest.raises(ValueError, match=error):
         read(HttpAnswer(200, lie.encode(), {"metadata": METADATA}))
     read(HttpAnswer(200, content, {"metadata": METADATA}))

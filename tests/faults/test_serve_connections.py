@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,17 +77,11 @@ def test_connections_that_wait_are_closed_after_some_seconds(server: Server) -> 
 def test_a_header_that_comes_byte_by_byte_is_given_up(server: Server) -> None:
     with opened(server, b"GET /v1/info HTTP/1.1\r\nhost: localhost\r\nx: ") as client:
         started = time.monotonic()
-        while _sends(client) and time.monotonic() - started < 30:
-            time.sleep(0.2)
+        with suppress(ConnectionError):
+            while time.monotonic() - started < 30:
+                client.sendall(b"a")
+                time.sleep(0.2)
         assert time.monotonic() - started < 12
-
-
-def _sends(client: socket.socket) -> bool:
-    try:
-        client.sendall(b"a")
-    except ConnectionError:
-        return False
-    return True
 
 
 def test_requests_without_their_bodies_leave_room_for_probes(server: Server) -> None:
@@ -127,33 +121,26 @@ def test_a_body_over_the_limit_gets_413_and_no_reset(server: Server, more: int, 
 
 
 @pytest.mark.parametrize(
-    ("target", "headers", "status"),
+    ("target", "headers", "status", "pause"),
     [
-        (SCORE, "connection: close", 413),
-        (SCORE, "expect: 100-continue", 413),
-        ("/v1/nothing", "connection: close", 404),
-        (SCORE, "content-type: text/plain\r\nconnection: close", 415),
+        (SCORE, "connection: close", 413, 0),
+        (SCORE, "expect: 100-continue", 413, 0),
+        ("/v1/nothing", "connection: close", 404, 0),
+        (SCORE, "content-type: text/plain\r\nconnection: close", 415, 0),
+        (SCORE, "accept: */*", 413, 0.25),  # the rest arrives for longer than a connection may wait for a header
     ],
 )
-def test_an_early_answer_is_followed_by_no_reset(server: Server, target: str, headers: str, status: int) -> None:
+def test_an_early_answer_is_followed_by_no_reset(
+    server: Server, target: str, headers: str, status: int, pause: float
+) -> None:
     """Also if the connection is closed after it. Python's urllib asks for that, and sends all of its body before."""
-    kind, size = "" if "content-type" in headers else f"content-type: {JSON}\r\n", 150 * 2**20
-    head = f"POST {target} HTTP/1.1\r\nhost: localhost\r\n{kind}{headers}\r\ncontent-length: {size}\r\n\r\n"
+    kind, parts = "" if "content-type" in headers else f"content-type: {JSON}\r\n", 9 if pause else 150
+    head = f"POST {target} HTTP/1.1\r\nhost: localhost\r\n{kind}{headers}\r\ncontent-length: {parts * 2**20}\r\n\r\n"
     with opened(server, head.encode()) as client:
-        for _ in range(size // 2**20):
+        for _ in range(parts):
             client.sendall(b" " * 2**20)
+            time.sleep(pause)
         assert client.recv(4096).startswith(f"HTTP/1.1 {status} ".encode())
-
-
-def test_a_slow_body_over_the_limit_gets_413_and_no_reset(server: Server) -> None:
-    """Its rest arrives for longer than a connection may wait for a header."""
-    head = f"POST {SCORE} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {JSON}\r\n"
-    with opened(server, f"{head}content-length: {JSON_LIMIT + 1}\r\n\r\n".encode()) as client:
-        for _ in range(20):
-            client.sendall(b" " * (JSON_LIMIT // 20))
-            time.sleep(0.1)
-        client.sendall(b" " * (JSON_LIMIT + 1 - JSON_LIMIT // 20 * 20))
-        assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.parametrize("expect", ["expect: 100-continue\r\n", ""])
@@ -178,21 +165,14 @@ def test_no_answer_names_the_host_of_the_request(server: Server, path: str) -> N
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({"host": "evil.example"}, 421),
-        ({"host": "127.0.0.1.evil.example:8000"}, 421),
-        ({"host": "192.168.0.5:8000"}, 421),
-        ({"host": "[::1"}, 421),
-        ({"host": "LOCALHOST:1"}, 200),
-        ({"host": "127.3.2.1:80"}, 200),
-        ({"host": "[::1]:8000"}, 200),
-        ({"origin": "https://evil.example"}, 403),
-        ({"origin": "null"}, 403),
+        ({"host": "evil.example"}, 421), ({"host": "127.0.0.1.evil.example:8000"}, 421),
+        ({"host": "192.168.0.5:8000"}, 421), ({"host": "[::1"}, 421), ({"host": "LOCALHOST:1"}, 200),
+        ({"host": "127.3.2.1:80"}, 200), ({"host": "[::1]:8000"}, 200),
+        ({"origin": "https://evil.example"}, 403), ({"origin": "null"}, 403),
         ({"origin": "http://localhost:3000"}, 200),
     ],
-)
-def test_without_a_token_only_names_of_this_machine_are_served(
-    server: Server, headers: dict[str, str], status: int
-) -> None:
+)  # fmt: skip
+def test_without_a_token_only_names_of_this_machine_are_served(server: Server, headers: Any, status: int) -> None:
     answer = server.client.get("/v1/info", headers=headers)
     assert answer.status_code == status
     assert status == 200 or "STILLHOUSE_TOKEN" in answer.json()["error"]["message"]

@@ -1,8 +1,10 @@
 """Hostile input against `stillhouse serve` in both roles: it answers 4xx, never with 500, and keeps serving."""
 
 import json
+import select
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +56,14 @@ def by_path(server: Server, writer: Server) -> dict[str, httpx2.Client]:
 
 def scoring_bodies() -> list[tuple[str, str, bytes]]:
     """Path, content type and body of requests that are answered."""
-    document = DocumentRows(
-        np.arange(9, dtype=np.int32), range(2, 5), torch.tensor([[1, -1], [3, 3], [250, 0]]).int()
-    )
+    document = DocumentRows(np.arange(9, dtype=np.int32), range(2, 5), torch.tensor([[1, -1], [3, 3], [99, 0]]).int())
     without = DocumentRows(document.tokens, document.rows)
     chosen = {"signal": "chosen", "top_k": 2, "temperature": 0.5, "token_ids": [[1, 2]], "ids": [[[1, 2], [3, -1]]]}
     top_k = {"signal": "top_k", "top_k": 3, "token_ids": [[1, 2], [3]], "rows": [[0, 2], [0, 1]]}
     prompt = {
-        "prompt": [[5, 17, 250], [1, 2]],
-        "max_tokens": 1,
-        "prompt_logprobs": 2,
-        "logprobs": 1,
+        "prompt": [[5, 17, 250], [1, 2]], "max_tokens": 1, "prompt_logprobs": 2, "logprobs": 1,
         "temperature": 1.0,
-    }
+    }  # fmt: skip
     return [
         ("/v1/score", SAFETENSORS, encode_request(SignalSpec("chosen", "float32", 2, 1.0), [document, document])),
         ("/v1/score", SAFETENSORS, encode_request(SignalSpec("hidden", "bfloat16"), [without])),
@@ -79,17 +76,9 @@ def scoring_bodies() -> list[tuple[str, str, bytes]]:
 
 def writing_bodies(weights: Path) -> list[tuple[str, str, bytes]]:
     sampling = {
-        "n": 1,
-        "max_tokens": 3,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.1,
-        "seed": 17,
-        "stop": ["ab", "c"],
-        "stop_token_ids": [2, 9],
-        "logprobs": 1,
-    }
+        "n": 1, "max_tokens": 3, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 17,
+        "stop": ["ab", "c"], "stop_token_ids": [2, 9], "logprobs": 1,
+    }  # fmt: skip
     bodies = [
         (GENERATE, {"token_ids": [5, 17, 250], "sampling_params": sampling, "return_token_ids": True}),
         (GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 1, "temperature": 0.0}}),
@@ -98,9 +87,8 @@ def writing_bodies(weights: Path) -> list[tuple[str, str, bytes]]:
     return [(path, JSON, json.dumps(body).encode()) for path, body in bodies]
 
 
-@pytest.mark.parametrize(
-    ("role", "count"), [("server", 200), ("writer", 100), slow("server", 1000), slow("writer", 500)]
-)
+@pytest.mark.parametrize("count", [100, slow(700)])
+@pytest.mark.parametrize("role", ["server", "writer"])
 def test_thousands_of_changed_bodies_are_answered_or_refused(
     request: pytest.FixtureRequest, folder: Path, tmp_path: Path, role: str, count: int
 ) -> None:
@@ -156,25 +144,15 @@ def test_extreme_sampling_that_is_allowed_is_answered(writer: Server) -> None:
 
 def test_an_oversized_body_in_chunks_is_refused_at_the_limit(server: Server) -> None:
     """It has no Content-Length."""
-    sent = 0
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
-        client.sendall(b"transfer-encoding: chunked\r\n\r\n")
-        client.setblocking(False)
-        chunk, answer = b"10000\r\n" + b" " * 0x10000 + b"\r\n", b""
-        try:
-            while sent < 4 * JSON_LIMIT and not answer:
-                client.settimeout(5)
-                client.sendall(chunk)
-                sent += len(chunk)
-                client.setblocking(False)
-                try:
-                    answer = client.recv(100)
-                except BlockingIOError:
-                    continue
-        except OSError:
-            answer = b"closed"
-    assert answer.startswith((b"HTTP/1.1 413 ", b"closed"))
+    head = f"POST {SCORE} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {JSON}\r\ntransfer-encoding: chunked\r\n\r\n"
+    sent, answer = 0, b""
+    with socket.create_connection(("127.0.0.1", server.port)) as client, suppress(ConnectionError):
+        client.sendall(head.encode())
+        while sent < 4 * JSON_LIMIT and not answer:
+            client.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+            sent += 0x10000
+            answer = client.recv(100) if select.select([client], [], [], 0)[0] else b""
+    assert answer.startswith(b"HTTP/1.1 413 ")
     assert JSON_LIMIT // 2 < sent < 4 * JSON_LIMIT
     assert server.client.get("/healthz").status_code == 200
 
@@ -193,19 +171,11 @@ def test_a_client_is_not_told_which_paths_exist(writer: Server, folder: Path, tm
 
 
 MALFORMED = [
-    b"",
-    b"{",
-    b"[" * 100_000,
-    b'{"token_ids":' + b"[" * 100_000,
-    b"\xff\xfe",
-    b"null",
-    b"0",
-    b'{"token_ids":[[1e5]]}',
-    b'{"token_ids":[1],"sampling_params":{"stop":"\\ud800"}}',
+    b"", b"{", b"[" * 100_000, b'{"token_ids":' + b"[" * 100_000, b"\xff\xfe", b"null", b"0",
+    b'{"token_ids":[[1e5]]}', b'{"token_ids":[1],"sampling_params":{"stop":"\\ud800"}}',
     b'{"token_ids":[1],"sampling_params":{"temperature":NaN}}',
-    b'{"token_ids":[1],"sampling_params":{"temperature":1e999}}',
-    b'{"folder":"\\ud800","version":"1"}',
-]
+    b'{"token_ids":[1],"sampling_params":{"temperature":1e999}}', b'{"folder":"\\ud800","version":"1"}',
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -222,21 +192,16 @@ def test_malformed_safetensors_are_refused(server: Server) -> None:
     rows = torch.tensor([[0, 2]], dtype=torch.int32)
     hidden = {"score": json.dumps({"signal": "hidden"})}
     bodies = [
-        b"",
-        b"\xff" * 8,
-        (10**18).to_bytes(8, "little") + b"{}",
-        save(tokens | {"rows": rows}),
+        b"", b"\xff" * 8, (10**18).to_bytes(8, "little") + b"{}", save(tokens | {"rows": rows}),
         save(tokens | {"rows": rows}, {"score": "[" * 100_000}),
-        save(tokens | {"rows": rows}, {"score": "{}"})[:-1],
-        save(tokens | {"rows": rows.float()}, hidden),
-        save(tokens | {"rows": rows, "more": rows.clone()}, hidden),
-        save(tokens | {"rows": rows[0]}, hidden),
+        save(tokens | {"rows": rows}, {"score": "{}"})[:-1], save(tokens | {"rows": rows.float()}, hidden),
+        save(tokens | {"rows": rows, "more": rows.clone()}, hidden), save(tokens | {"rows": rows[0]}, hidden),
         save(tokens | {"rows": rows, "offsets": torch.tensor([0, 2**62, 2])}, hidden),
         save(tokens | {"rows": rows, "offsets": torch.tensor(-(2**63))}, hidden),
         save(tokens | {"rows": rows, "token_ids": torch.zeros(2, 1, dtype=torch.int32)}, hidden),
         save(tokens | {"rows": rows}, {"score": json.dumps({"signal": "top_k", "top_k": 10**30})}),
         save(tokens | {"rows": rows}, {"score": '{"signal":"top_k","top_k":1,"temperature":NaN}'}),
-    ]
+    ]  # fmt: skip
     for body in bodies:
         answer = server.client.post("/v1/score", content=body, headers={"content-type": SAFETENSORS})
         assert answer.status_code == 400, (body[:100], answer.text)

@@ -23,7 +23,6 @@ from kit.runs import Command, assert_same_run, last_step, run, wait_for, write_r
 from kit.signal_hooks import (
     hang_at_step,
     ignoring_signal_at,
-    interrupt_in,
     interrupt_main_thread,
     signal_at,
     signal_when,
@@ -74,9 +73,10 @@ def assert_stopped(command: Command, name: str, step: int, out: Path) -> None:
     *before, last = command.err.splitlines()
     assert last.startswith(stopped)
     assert last.endswith("continues from it")
-    assert len(before) == 0 or before == [
-        f"{name}: finishing this step and a checkpoint of it; a second signal ends the run at once"
-    ]
+    assert before in (
+        [],
+        [f"{name}: finishing this step and a checkpoint of it; a second signal ends the run at once"],
+    )
     assert (checkpoint / "state.json").is_file()
     assert not (out / "model").exists()
 
@@ -178,9 +178,8 @@ def test_ctrl_c_while_it_imports(whole: Path, library: str) -> None:
 def test_a_signal_in_an_evaluation_or_a_save_waits_for_its_end(whole: Path) -> None:
     for name, call, step in (("held_out_metrics", 1, 3), ("save_checkpoint", 0, 4)):
         out = whole / f"in {name}"
-        command = Command(
-            *("distill", whole / "run.yaml", f"out={out}"), hook=interrupt_in, hook_arguments=(name, call)
-        )
+        arguments = ("stillhouse.loops.training", name, signal.SIGINT, call)
+        command = Command("distill", whole / "run.yaml", f"out={out}", hook=signal_when, hook_arguments=arguments)
         assert command.wait() == 130
         assert_stopped(command, "SIGINT", step, out)
         assert_continues(whole, out)
@@ -235,9 +234,8 @@ def test_a_signal_that_was_ignored_stays_ignored(whole: Path) -> None:
     """`nohup` ignores SIGHUP, so the run continues after its terminal is closed."""
     out = whole / "nohup"
 
-    command = Command(
-        "distill", whole / "run.yaml", f"out={out}", hook=ignoring_signal_at, hook_arguments=(5, signal.SIGHUP)
-    )
+    hook = {"hook": ignoring_signal_at, "hook_arguments": (5, signal.SIGHUP)}
+    command = Command("distill", whole / "run.yaml", f"out={out}", **hook)
     assert command.wait() == 0, command.err
     assert command.err == ""
 

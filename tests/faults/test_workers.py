@@ -74,9 +74,7 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("functions")
-def test_a_run_does_not_depend_on_the_number_of_workers(
-    tmp_path: Path, settings: dict[str, Any], processes: int
-) -> None:
+def test_a_run_does_not_depend_on_its_workers(tmp_path: Path, settings: dict[str, Any], processes: int) -> None:
     write_on_policy_run(tmp_path, **settings, **{"train.steps": 5, "rollout.samples": "all"})
     for workers in (0, 1, 3):
         out = tmp_path / str(workers)
@@ -85,9 +83,7 @@ def test_a_run_does_not_depend_on_the_number_of_workers(
         assert contents(out / "model") == contents(tmp_path / "0" / "model")
     samples = [json.loads(line) for line in (tmp_path / "0" / "samples.jsonl").read_text().splitlines()]
     # two tokens may be one character
-    samples = [
-        sample for sample in samples if "\ufffd" * 2 not in "".join(token["text"] for token in sample["tokens"])
-    ]
+    samples = [line for line in samples if "\ufffd" * 2 not in "".join(token["text"] for token in line["tokens"])]
     if "environment" in settings["rollout.reward"]:
         assert {len(turns_of(sample)) for sample in samples} >= {1, 2}
         for sample in samples:
@@ -126,9 +122,7 @@ def write_until_called(marker: Path) -> None:
     [{"rollout.reward": "worker_rewards:marks"}, slow({"rollout.environment": "worker_rewards:replies"})],
 )
 @pytest.mark.usefixtures("functions")
-def test_calls_begin_while_other_completions_are_written_also_under_sync(
-    tmp_path: Path, functions_of_run: dict[str, Any]
-) -> None:
+def test_calls_begin_while_other_completions_are_written(tmp_path: Path, functions_of_run: dict[str, Any]) -> None:
     settings = REWARDED | {"rollout.stop": ["e", "a", "i"], "train.steps": 2} | functions_of_run
     write_on_policy_run(tmp_path, **settings)
     arguments = ("distill", tmp_path / "run.yaml")
@@ -150,9 +144,7 @@ def test_calls_begin_while_other_completions_are_written_also_under_sync(
     ],
 )
 @pytest.mark.usefixtures("functions")
-def test_a_reward_that_hangs_ends_or_gives_nan_ends_the_run(
-    tmp_path: Path, function: str, words: str, processes: int
-) -> None:
+def test_a_reward_that_hangs_ends_or_gives_nan(tmp_path: Path, function: str, words: str, processes: int) -> None:
     settings = {"rollout.reward": f"worker_rewards:{function}", "rollout.workers": 2, "rollout.worker_timeout": 0.5}
     write_on_policy_run(tmp_path, **REWARDED | settings)
     ranks = Ranks(processes, "distill", tmp_path / "run.yaml")

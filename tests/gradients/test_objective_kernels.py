@@ -238,7 +238,7 @@ def test_a_rounded_gradient_is_the_gradient_rounded_once(terms: Any, monkeypatch
 def test_the_compiled_kernels_have_few_instructions() -> None:
     """For an H100: more than 60 instructions per element take longer than reading the element from memory."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "kit.kernel_instructions"]
+    command = [sys.executable, "-m", "benchmarks.kernel_instructions"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     counted = json.loads(done.stdout)

@@ -84,9 +84,8 @@ def tiny_config(model_type: str, *, usual: bool = False, **overrides: Any) -> Pr
     names = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
     # transformers writes defaults into the dictionaries that it gets
     more = deepcopy({**MORE.get(model_type, {}), **overrides})
-    if outside := {
-        name: more.pop(name) for name in overrides if "text_config" in kind.sub_configs and name not in names
-    }:
+    has_text = "text_config" in kind.sub_configs
+    if outside := {name: more.pop(name) for name in overrides if has_text and name not in names}:
         more["text_config"] = _options(more.get("text_config")) | outside
     return _configured(kind, more, usual)
 

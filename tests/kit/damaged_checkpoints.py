@@ -19,16 +19,16 @@ from stillhouse.signals.cache_files import CACHE_KEY, INDEX, shard_name
 from stillhouse.tools import write_cache as writer
 
 
-def resealed(cache: Path, change: Callable[[dict[str, Tensor]], object], number: int = 0) -> None:
-    """Apply `change` to the tensors of a shard, and write the shard and its hash."""
-    path = cache / shard_name(number)
+def resealed(cache: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Apply `change` to the tensors of the first shard, and write the shard and its hash."""
+    path = cache / shard_name(0)
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         identity = file.metadata()[CACHE_KEY]
     change(tensors)
     save_file(tensors, path, metadata={CACHE_KEY: identity})
     index = json.loads((cache / INDEX).read_text())
-    index["sha256"][shard_name(number)] = hashlib.sha256(path.read_bytes()).hexdigest()
+    index["sha256"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
     (cache / INDEX).write_text(json.dumps(index))
 
 

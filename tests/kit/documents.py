@@ -1,6 +1,7 @@
 """Documents for tests: loaded from records that are written here, or made of lists of tokens."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +30,15 @@ def odd_id() -> int:
     return int(toy_tokenizer()(ODD, add_special_tokens=False)["input_ids"][0])
 
 
-def vanishing(model: Any) -> None:
-    """Set the odd token's embedding to 1e-19: RMS norm without epsilon normalises it, but the gradient overflows."""
-    _without_epsilon(model, 1e-19)
-
-
-def vanished(model: Any) -> None:
-    """Set the odd token's embedding to 0: RMS norm without epsilon gives NaN, and so does the loss."""
-    _without_epsilon(model, 0.0)
-
-
-def _without_epsilon(model: Any, value: float) -> None:
+def vanishing(model: Any, value: float = 1e-19) -> None:
+    """Set the odd token's embedding: RMS norm without epsilon normalises 1e-19, but the gradient overflows."""
     model.config.rms_norm_eps = 0.0
     model.get_input_embeddings().weight[0] = 1.0  # otherwise the padding token's zeros would give NaN in every step
     model.get_input_embeddings().weight[odd_id()] = value
+
+
+#: with an embedding of 0, RMS norm without epsilon gives NaN, and so does the loss
+vanished = partial(vanishing, value=0.0)
 
 
 #: ids of the toy tokenizer
@@ -113,10 +109,7 @@ def documents_of(
 
 def documents_of_length(count: int, length: int) -> Documents:
     """Return documents whose tokens are all 0."""
-    starts = np.arange(count + 1) * length
-    tokens_N, targets_N = np.zeros(count * length, dtype=np.int32), np.arange(count * length) % length > 0
-    hashes = np.arange(count, dtype=np.uint64)
-    return Documents(tokens_N, targets_N, starts, hashes, ["made"] * count, DataReport("made"))
+    return documents_of([[0] * length] * count, [[0] + [1] * (length - 1)] * count)
 
 
 def random_documents(lengths: list[int], prefixes: dict[str, list[int]] | None = None, seed: int = 0) -> Documents:

@@ -58,13 +58,11 @@ class Handler(QuietHandler):
     def _forward(self, body: bytes | None) -> None:
         self.body = body
         fault = self.proxy.next_fault(self.path)
-        headers = {
-            name: value for name, value in self.headers.items() if name.lower() in ("content-type", "authorization")
-        }
+        names = ("content-type", "authorization")
+        headers = {name: value for name, value in self.headers.items() if name.lower() in names}
         try:
-            answer = self.proxy.client.request(
-                self.command, self.proxy.upstream + self.path, content=body, headers=headers
-            )
+            url = self.proxy.upstream + self.path
+            answer = self.proxy.client.request(self.command, url, content=body, headers=headers)
         except httpx2.HTTPError:
             self.close_connection = True
             return

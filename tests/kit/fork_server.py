@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 
-def run_code(code: str, folder: Path, root: Path, seconds: float = 120) -> tuple[int, str]:
+def run_code(code: str, folder: Path, root: Path) -> tuple[int, str]:
     """Run code in `folder` with the package of `root`. Return the exit code and what was written to stderr."""
     errors = folder / "stderr.txt"
     process = fork_server().Process(target=_run, args=(code, folder, root, errors), daemon=True)
     process.start()
-    process.join(seconds)
-    assert process.exitcode is not None, f"still running after {seconds} s"
+    process.join(120)
+    assert process.exitcode is not None, "still running after 120 s"
     text = errors.read_text()
     errors.unlink()
     return process.exitcode, text

@@ -98,9 +98,7 @@ def model_of(family: str, **options: Any) -> PreTrainedModel:
     return image_model(family, image_tokenizer(family), **options)
 
 
-def documents_of(
-    family: str, folder: Path, sizes: Sequence[Sequence[tuple[int, int]]] = DOCUMENT_SIZES
-) -> list[Document]:
+def documents_of(family: str, folder: Path, sizes: Sequence[Sequence[Any]] = DOCUMENT_SIZES) -> list[Document]:
     """Documents as the family's processor returns them, [1, S] for tokens. folder: to write the model in."""
     processor: Any = load_processor(str(write_image_model(family, folder)))
     documents = []
@@ -121,9 +119,8 @@ def images_of(document: Mapping[str, Tensor]) -> Document:
 
 def joined_images(parts: Sequence[Mapping[str, Tensor]]) -> Document:
     """The images of several documents as a micro-batch has them."""
-    stacked = {
-        name for part in parts if "pixel_attention_mask" in part for name, dims in _STACKED.items() if name in part
-    }
+    masked = [part for part in parts if "pixel_attention_mask" in part]
+    stacked = {name for part in masked for name in _STACKED if name in part}
     joined = {}
     for name in parts[0] if parts else ():
         values = [part[name][0] if name in stacked else part[name] for part in parts]

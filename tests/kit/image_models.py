@@ -27,26 +27,16 @@ _PARTS = (
 
 def _template(user: str, assistant: str, end: str, image: str, first: str = "") -> str:
     """A chat template. user, assistant: how their turns begin; a `{role}` becomes the role of any other turn."""
-    start = repr(user).replace("{role}", "' + message.role + '")
-    parts = _PARTS.replace("IMAGE", image.replace("\n", "\\n"))
-    return (
-        ("{{ '" + first + "' }}" if first else "")
-        + "{% for message in messages %}{% if message.role == 'assistant' %}{{ "
-        + repr(assistant)
-        + " }}{% generation %}"
-        + parts
-        + "{{ '"
-        + end
-        + "' }}{% endgeneration %}{{ '\\n' }}{% else %}{{ "
-        + start
-        + " }}"
-        + parts
-        + "{{ '"
-        + end
-        + "\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ "
-        + repr(assistant)
-        + " }}{% endif %}"
+    text = (
+        "FIRST{% for message in messages %}{% if message.role == 'assistant' %}{{ ASSISTANT }}{% generation %}PARTS"
+        "{{ 'END' }}{% endgeneration %}{{ '\\n' }}{% else %}{{ USER }}PARTS{{ 'END\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ ASSISTANT }}{% endif %}"
     )
+    values = {"END": end, "USER": repr(user).replace("{role}", "' + message.role + '"), "ASSISTANT": repr(assistant)}
+    values |= {"FIRST": f"{{{{ '{first}' }}}}" if first else "", "PARTS": _PARTS, "IMAGE": image.replace("\n", "\\n")}
+    for name, value in values.items():
+        text = text.replace(name, value)
+    return text
 
 
 @dataclass(frozen=True)
@@ -70,9 +60,7 @@ class ImageFamily:
 
 
 _FAMILIES = YAML(typ="safe").load(Path(__file__).with_name("image_families.yaml").read_text(encoding="utf-8"))
-FAMILIES = {
-    name: ImageFamily(**fields | {"template": _template(*fields["template"])}) for name, fields in _FAMILIES.items()
-}
+FAMILIES = {name: ImageFamily(**its | {"template": _template(*its["template"])}) for name, its in _FAMILIES.items()}
 
 
 def write_image_model(

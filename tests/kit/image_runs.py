@@ -38,23 +38,11 @@ def write_on_policy(folder: Path, family: str, **settings: Any) -> dict[str, Any
     """Write models and prompts, every third one without an image; return the settings of a run."""
     write_image_model(family, folder / "student")
     write_image_model(family, folder / "teacher", seed=3)
-    records = []
-    for number in range(9):
-        picture(number, 8 + 4 * (number % 4), 8 + 4 * (number % 3)).save(folder / f"{number}.png")
-        image = [{"type": "image", "image": f"{number}.png"}] if number % 3 else []
-        content = [*image, {"type": "text", "text": f"what is {number}?"}]
-        answer = [{"role": "assistant", "content": [{"type": "text", "text": f"number {number}"}]}]
-        records.append({"prompt": [{"role": "user", "content": content}], "completion": answer})
+    write_data(folder)
+    records = [{"prompt": turns[:1], "completion": turns[1:]} for turns in map(turns_of, range(9))]
     write_records(folder / "train.jsonl", records)
     return {
-        "data.max_tokens": 160,
-        "data.eval": 0,
-        "objective.loss": "reverse_kl",
-        "train.tokens_per_step": 160,
-        "train.micro_batch_tokens": 320,
-        "train.steps": 2,
-        "rollout.prompts_per_step": 6,
-        "rollout.samples_per_prompt": 2,
-        "rollout.max_new_tokens": 8,
-        **settings,
-    }
+        "data.max_tokens": 160, "data.eval": 0, "objective.loss": "reverse_kl", "train.tokens_per_step": 160,
+        "train.micro_batch_tokens": 320, "train.steps": 2, "rollout.prompts_per_step": 6,
+        "rollout.samples_per_prompt": 2, "rollout.max_new_tokens": 8, **settings,
+    }  # fmt: skip

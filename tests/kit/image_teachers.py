@@ -74,9 +74,7 @@ class Plain:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [S, V]; the ids [N] and the places of the tokens of pieces of text with pictures between them."""
         special = not pieces[0].startswith("<s>") and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
-        texts = [
-            tokenizer(piece, add_special_tokens=special and not at)["input_ids"] for at, piece in enumerate(pieces)
-        ]
+        texts = [tokenizer(text, add_special_tokens=special and not n)["input_ids"] for n, text in enumerate(pieces)]
         if self.processor is None:
             assert not pictures
             inputs = {"input_ids": torch.tensor([texts[0]])}

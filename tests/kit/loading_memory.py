@@ -49,17 +49,14 @@ def read_manifest(path: Path) -> WeightsManifest:
 def publish_under(rank: Rank, job: tuple[Path, Path, Degrees, int, bool]) -> str:
     """Publish a model's weights as version 7; returns the path."""
     model, folder, degrees, bucket_bytes, lora = job
-    mesh = Mesh(degrees, CPU)
-    source = ModelSource(partial(_student, model, lora), partial(_fill, model))
-    runner = build_proven_runner(Layout(degrees), mesh, source, None)
+    runner = build_proven_runner(Layout(degrees), Mesh(degrees, CPU), source(model, lora), None)
     return str(publish(runner, folder, 7, bucket_bytes=bucket_bytes))
 
 
 def export_under(rank: Rank, job: tuple[Path, Path, Degrees]) -> None:
     """Write the student's state below a folder, export it from there, and publish the weights as version 7."""
     model, folder, degrees = job
-    source = ModelSource(partial(_student, model, False), partial(_fill, model))
-    runner = build_runner(Layout(degrees), Mesh(degrees, CPU), source, None)
+    runner = build_runner(Layout(degrees), Mesh(degrees, CPU), source(model), None)
     resume, (part, *_) = folder / "resume", runner.decoders
     with runner.ranks.all_raise(OSError):
         if rank.number == 0:
@@ -77,12 +74,7 @@ def growth_under(rank: Rank, job: tuple[Path, Path, Path, Degrees, int]) -> floa
     """
     small, large, folder, degrees, bucket_bytes = job
     mesh = Mesh(degrees, CPU)
-    runners = [
-        build_proven_runner(
-            Layout(degrees), mesh, ModelSource(partial(_student, model, False), partial(_fill, model)), None
-        )
-        for model in (small, large)
-    ]
+    runners = [build_proven_runner(Layout(degrees), mesh, source(model), None) for model in (small, large)]
     publish(runners[0], folder, 0)
     return growth(partial(publish, runners[1], folder, 1, bucket_bytes=bucket_bytes))[0]
 
@@ -97,6 +89,10 @@ def _student(model: Path, lora: bool) -> Decoder:
 def _fill(model: Path, decoder: Decoder) -> None:
     load_weights(decoder, model, CPU)
     initialize_lora(decoder, 0, fresh=False)
+
+
+def source(model: Path, lora: bool = False) -> ModelSource:
+    return ModelSource(partial(_student, model, lora), partial(_fill, model))
 
 
 MIB = 2**20
@@ -124,13 +120,9 @@ def save_two(folder: Path) -> tuple[Path, Path, float, float]:
 def save(folder: Path, width: int) -> tuple[float, float]:
     """Save a model of four layers in files of about one layer. Return the sizes of model and layer in MiB."""
     config = LlamaConfig(
-        vocab_size=8 * width,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        tie_word_embeddings=False,
-    )
+        vocab_size=8 * width, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=4,
+        num_attention_heads=8, tie_word_embeddings=False,
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     layer = mebibytes(model.model.layers[0])
     model.save_pretrained(folder, max_shard_size=int(1.25 * layer * MIB))
@@ -150,9 +142,7 @@ def measure(_: Rank, job: tuple[Path, Path, Degrees]) -> Memory:
     prove(runner, small)
     step(runner)
     loading, runner = growth(partial(load, large, degrees, mesh))
-    share = (
-        sum(local(parameter).numel() * parameter.element_size() for _, parameter in runner.named_parameters()) / MIB
-    )
+    share = sum(local(weight).numel() * weight.element_size() for _, weight in runner.named_parameters()) / MIB
     proof, _ = growth(partial(prove, runner, large))
     return Memory(share, loading, proof, growth(partial(step, runner))[0])
 
@@ -169,11 +159,6 @@ def growth(function: Callable[[], Any]) -> tuple[float, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # this resets the peak to the resident size
     result = function()
     return status("VmHWM") - before, result
-
-
-def source(folder: Path) -> ModelSource:
-    weights = partial(load_weights, folder=folder, device=torch.device("cpu"))
-    return ModelSource(partial(empty_decoder, folder), weights)
 
 
 def load(folder: Path, degrees: Degrees, mesh: Mesh) -> Runner:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import varlen_reference
+from kit import NamedCase, varlen_reference
 from kit.causal_families import of_config
 from kit.megatron_weights_jobs import Case, laid_out, model_config
+from kit.parity_models import top_k
 from kit.shard_ranks import Rank, message_of
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from stillhouse.models import Decoder, add_lora, balance_routers, initialize_lor
 from stillhouse.models.adapter import is_lora
 from stillhouse.models.document_packing import AUTO
 from stillhouse.models.processors import full_vocab
-from stillhouse.objective import TEACHER, TopK
+from stillhouse.objective import TEACHER
 from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.parallel import (
@@ -82,7 +83,7 @@ TRAIN = TrainConfig(learning_rate=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(NamedCase):
     """case: the student and its layout. loss: the objective. top_k: entries of a stored signal; 0: a teacher that
     runs in the stages, if the objective needs one. uneven: whether rows of odd length have several documents of other
     lengths, and padding; otherwise, each row is a document. router_aux: the factor of the routers' load balancing.
@@ -104,14 +105,6 @@ class Job:
     packing: str = AUTO
     kernel: bool = False
     adapter: str | list[str] = ""
-
-    @property
-    def name(self) -> str:
-        flags = ["uneven"] * self.uneven + ["balanced"] * bool(self.router_aux) + ["recompute"] * self.recompute
-        flags += ["fixed experts"] * self.fixed_experts
-        flags += [self.packing] * (self.packing != AUTO) + ["kernel"] * self.kernel
-        flags += [f"depths {self.depths}"] * bool(self.depths) + [f"adapter {self.adapter}"] * bool(self.adapter)
-        return " ".join([self.case.name, self.loss, *[f"top {self.top_k}"] * bool(self.top_k), *flags, *self.options])
 
 
 @dataclass
@@ -260,13 +253,9 @@ def megatron_engine(job: Job, spec: ObjectiveSpec, **precision: torch.dtype) -> 
     """precision: further fields of the layout."""
     case = job.case
     layout = Layout(
-        case.degrees,
-        "interleaved" if case.chunks > 1 else "1f1b",
-        **precision,
-        sequence=case.sequence,
-        recompute=job.recompute,
-        options=job.options,
-    )
+        case.degrees, "interleaved" if case.chunks > 1 else "1f1b", **precision, sequence=case.sequence,
+        recompute=job.recompute, options=job.options,
+    )  # fmt: skip
     mesh = Mesh(case.degrees, torch.device("cpu"))
     is_base = bool(job.adapter)
     source, teacher = (ModelSource(partial(decoder, job, seed), name="model") for seed in range(2))
@@ -314,15 +303,7 @@ def signals(engine: Engine, micro_batches: Sequence[MicroBatch], job: Job) -> An
         return InStageTeacher().request(micro_batches).result()  # type: ignore[arg-type]
     if not engine.student.has_last_stage:
         return [{}] * len(micro_batches)
-    return [{TEACHER: top_k(job.top_k, batch)} for batch in micro_batches]
-
-
-def top_k(entries: int, batch: MicroBatch) -> TopK:
-    """A stored signal, which depends on the tokens alone."""
-    vocabulary = 251
-    ids_TK = (batch.input_ids_BS.flatten()[:, None] + torch.arange(entries) * 7) % vocabulary
-    log_probs_K = torch.log_softmax(-torch.arange(entries, dtype=torch.float32), 0) + torch.tensor(0.9).log()
-    return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))
+    return [{TEACHER: top_k(batch.input_ids_BS, job.top_k)} for batch in micro_batches]
 
 
 def micro_batches(step: int, uneven: bool) -> list[MicroBatch]:
@@ -381,9 +362,8 @@ def reordered(rank: Rank, job: Job) -> tuple[float, dict[str, float]]:
 def silent_model(rank: Rank, case: Case) -> str:
     """A job: the message for a model that drops the output processor, at the first pass of the proof."""
     with laid_out(case):
-        chunks = build_chunks(
-            case, Mesh(case.degrees, torch.device("cpu")), ModelSource(partial(decoder, Job(case), 0))
-        )
+        mesh = Mesh(case.degrees, torch.device("cpu"))
+        chunks = build_chunks(case, mesh, ModelSource(partial(decoder, Job(case), 0)))
         model = chunks.models[-1]
         called = model.forward
         model.forward = lambda *inputs, **hook: called(*inputs)

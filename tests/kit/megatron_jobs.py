@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit import NamedCase, parity_models
 from kit.megatron_models import (
     CHUNK,
     ROWS_V,
@@ -49,59 +50,62 @@ from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.tools.parity import worst
 
 
+def against_one_rank(
+    layout: Layout, expected: Callable[[GPTModel], Any], actual: Callable[[GPTModel], Any]
+) -> tuple[Any, Any, dict[str, float]]:
+    """Return the results of both functions, and the differences between their gradients.
+
+    expected, actual: run forward and backward of a model, on one rank and of this rank's part under the layout.
+    """
+    alone = Layout(tied=layout.tied, packed=layout.packed)
+    with laid_out(alone):
+        model = build(alone, 0)
+        wanted = expected(model)
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+        gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    with laid_out(layout):
+        model = build(layout, 0)
+        load(model, weights, layout)
+        made = actual(model)
+        least = 1e-3 * torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+        summed = sum_shared(model, layout).items()
+        return wanted, made, {name: apart(grad, gradients[name], least) for name, grad in summed if name in gradients}
+
+
 def compare_log_probs(rank: Rank, layout: Layout) -> tuple[float, float]:
     """A job: differences from plain logits in log-probabilities, entropies and gradients of a sequence loss."""
     batch = micro_batch(0, layout.packed)
     tokens_BS = batch.labels_BS.clamp(min=0)
 
-    def ratio(log_probs_BS: Tensor, entropy_BS: Tensor) -> Tensor:
-        return ((0.1 * log_probs_BS).sum(1).exp() + 0.01 * entropy_BS.square().sum(1)).sum()
+    def with_backward(log_probs_BS: Tensor, entropy_BS: Tensor) -> tuple[Tensor, Tensor]:
+        ((0.1 * log_probs_BS).sum(1).exp() + 0.01 * entropy_BS.square().sum(1)).sum().backward()
+        return log_probs_BS, entropy_BS
 
-    with laid_out(Layout()):
-        model = build(Layout(), 0)
+    def plain(model: GPTModel) -> tuple[Tensor, Tensor]:
         log_q = torch.log_softmax(model(batch.input_ids_BS, batch.position_ids_BS, None) / 0.7, -1)
-        expected = log_q.gather(-1, tokens_BS[..., None])[..., 0], -(log_q.exp() * log_q).sum(-1)
-        ratio(*expected).backward()
-        weights = {name: weight.detach() for name, weight in model.named_parameters()}
-        gradients = {name: weight.grad for name, weight in model.named_parameters()}
-    with laid_out(layout):
-        model = build(layout, 0)
-        load(model, weights, layout)
+        return with_backward(log_q.gather(-1, tokens_BS[..., None])[..., 0], -(log_q.exp() * log_q).sum(-1))
+
+    def processed(model: GPTModel) -> tuple[Tensor, Tensor]:
         hook = MegatronProcessor(model, processors.selected_log_probs(temperature=0.7))
         options = {"output_processor": hook, "output_processor_context": Targets(tokens_BS)}
-        actual = model(batch.input_ids_BS, batch.position_ids_BS, None, **options)
-        ratio(*actual).backward()
-        scale = 1e-3 * torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-        apart_by = [apart(grad, gradients[name], scale) for name, grad in sum_shared(model, layout).items()]
+        return with_backward(*model(batch.input_ids_BS, batch.position_ids_BS, None, **options))
+
+    expected, actual, errors = against_one_rank(layout, plain, processed)
     values = [float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True)]
-    return worst(enumerate(values))[1], worst(enumerate(apart_by))[1]
+    return worst(enumerate(values))[1], worst(errors.items())[1]
 
 
 def compare_tap(rank: Rank, layout: Layout) -> float:
     """A job: the difference from one rank in the gradients of a function of the hidden states."""
     batch = micro_batch(0, layout.packed)
 
-    def tapped(layout: Layout, weights: dict[str, Tensor] | None) -> GPTModel:
-        model = build(layout, 0)
-        if weights is not None:
-            load(model, weights, layout)
+    def tapped(model: GPTModel) -> None:
         hook = MegatronProcessor(model, processors.hidden_states)
         hidden_BSD = model(batch.input_ids_BS, batch.position_ids_BS, None, output_processor=hook)
         assert hidden_BSD.shape == (B, S, 32)
         (hidden_BSD.sin() * torch.arange(S)[:, None]).sum().backward()
-        return model
 
-    with laid_out(Layout()):
-        model = tapped(Layout(), None)
-        weights = {name: weight.detach() for name, weight in model.named_parameters()}
-        # the head has no gradient
-        gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    with laid_out(layout):
-        model = tapped(layout, weights)
-        model.output_layer.weight.grad = torch.zeros_like(model.output_layer.weight)
-        scale = 1e-3 * torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-        actual = sum_shared(model, layout)
-        return worst((name, apart(actual[name], grad, scale)) for name, grad in gradients.items())[1]
+    return worst(against_one_rank(layout, tapped, tapped)[2].items())[1]
 
 
 def half(rank: Rank, layout: Layout) -> tuple[str, str, float]:
@@ -166,9 +170,8 @@ def refusals(rank: Rank, _: None) -> list[str]:
         model = build(Layout(depths=1), 0)
         inputs = (batch.input_ids_BS, batch.position_ids_BS, None)
         hook = MegatronProcessor(model, processors.hidden_states)
-        weight = distribute_tensor(
-            model.output_layer.weight.detach(), init_device_mesh("cpu", (dist.get_world_size(),))
-        )
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        weight = distribute_tensor(model.output_layer.weight.detach(), mesh)
 
         def deferred() -> None:
             model.config.defer_embedding_wgrad_compute = True
@@ -183,17 +186,13 @@ def refusals(rank: Rank, _: None) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """teacher: "full", "topk" or "" (no teacher). micro_batches: the number of micro-batches in a step."""
 
     layout: Layout
     objective: str = "cross_entropy"
     teacher: str = ""
     micro_batches: int = 1
-
-    @property
-    def name(self) -> str:
-        return "-".join(part for part in (self.layout.name, self.objective.replace(" ", ""), self.teacher) if part)
 
     @property
     def spec(self) -> ObjectiveSpec:
@@ -221,46 +220,15 @@ class Difference:
     largest: int
 
 
-@dataclass
-class Reference:
-    loss: float
-    weights: dict[str, Tensor]
-    teacher_weights: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-
-
 def compare(rank: Rank, case: Case) -> Difference:
-    """A job: one step under a layout, compared with the reference."""
-    batches = micro_batches(case)
-    expected = reference(case, batches)
-    layout = case.layout
-    with laid_out(layout):
-        model, teacher = build(layout, 0), build(layout, 1, width=48) if case.teacher == "full" else None
-        load(model, expected.weights, layout)
-        if teacher is not None:
-            load(teacher, expected.teacher_weights, layout)
-        place = parallel_state.get_context_parallel_rank()
-        parts = batches
-        if layout.context > 1:
-            parts = [batch.part(context_rows(layout.context, S)[place]) for batch in batches]
-        with Largest() as largest:
-            made = step(case, model, teacher, parts, normalizer(batches))
-        loss = torch.tensor(sum(float(output.loss) for output in made))
-        dist.all_reduce(loss, group=parallel_state.get_context_parallel_group())
-        scale = 1e-3 * torch.stack([gradient.norm() for gradient in expected.gradients.values()]).norm()
-        gradients = sum_shared(model, layout)
-        return Difference(
-            abs(float(loss) / expected.loss - 1) if made else None,
-            {name: apart(grad, expected.gradients[name], scale) for name, grad in gradients.items()},
-            largest.numbers,
-        )
+    """A job: one step under a layout, compared with plain autograd of the whole model's logits."""
+    batches, layout = micro_batches(case), case.layout
+    tokens, largest = normalizer(batches), Largest()
+    teacher_weights: dict[str, Tensor] = {}
 
-
-def reference(case: Case, batches: Sequence[MicroBatch]) -> Reference:
-    """Compute loss and gradients from the logits of the whole models, without communication."""
-    layout = Layout(tied=case.layout.tied, packed=case.layout.packed)
-    with laid_out(layout):
-        model, teacher = build(layout, 0), build(layout, 1, width=48)
+    def plain(model: GPTModel) -> float:
+        teacher = build(Layout(tied=layout.tied, packed=layout.packed), 1, width=48)
+        teacher_weights.update((name, weight.detach()) for name, weight in teacher.named_parameters())
         head, loss = OutputHead(torch.eye(ROWS_V), vocab_size=VOCABULARY), torch.zeros(())
         for batch in batches:
             inputs = {"packed_seq_params": batch.packed}
@@ -269,19 +237,27 @@ def reference(case: Case, batches: Sequence[MicroBatch]) -> Reference:
                 hidden = teacher(batch.input_ids_BS, batch.position_ids_BS, None, **inputs).flatten(0, 1)
             signal = top_k(batch) if case.teacher == "topk" else FullVocab(hidden, head)
             labels_T = batch.labels_BS.flatten()
-            loss += dense_objective(
-                logits,
-                head,
-                case.spec.terms(labels_T, {TEACHER: signal}),
-                weights_T=(labels_T >= 0).float(),
-                normalizer=normalizer(batches),
-            ).loss
+            terms, weights_T = case.spec.terms(labels_T, {TEACHER: signal}), (labels_T >= 0).float()
+            loss += dense_objective(logits, head, terms, weights_T=weights_T, normalizer=tokens).loss
         loss.backward()
-    weights, teacher_weights = (
-        {name: parameter.detach() for name, parameter in one.named_parameters()} for one in (model, teacher)
-    )
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return Reference(float(loss), weights, teacher_weights, gradients)
+        return float(loss)
+
+    def stepped(model: GPTModel) -> float | None:
+        teacher = build(layout, 1, width=48) if case.teacher == "full" else None
+        if teacher is not None:
+            load(teacher, teacher_weights, layout)
+        parts = batches
+        if layout.context > 1:
+            rows_S = context_rows(layout.context, S)[parallel_state.get_context_parallel_rank()]
+            parts = [batch.part(rows_S) for batch in batches]
+        with largest:
+            made = step(case, model, teacher, parts, tokens)
+        loss = torch.tensor(sum(float(output.loss) for output in made))
+        dist.all_reduce(loss, group=parallel_state.get_context_parallel_group())
+        return float(loss) if made else None
+
+    expected, loss, gradients = against_one_rank(layout, plain, stepped)
+    return Difference(None if loss is None else abs(loss / expected - 1), gradients, largest.numbers)
 
 
 def step(
@@ -308,13 +284,9 @@ def schedule(
     def forward_step(data: Iterator[tuple[MicroBatch, Any]], model: GPTModel) -> tuple[Any, Callable[[Any], Any]]:
         batch, context = next(data)
         made = model(
-            batch.input_ids_BS,
-            batch.position_ids_BS,
-            None,
-            packed_seq_params=batch.packed,
-            output_processor=hook,
-            output_processor_context=context,
-        )
+            batch.input_ids_BS, batch.position_ids_BS, None, packed_seq_params=batch.packed,
+            output_processor=hook, output_processor_context=context,
+        )  # fmt: skip
         return made, keep
 
     def keep(made: Any, non_loss_data: bool = False) -> Any:
@@ -322,23 +294,17 @@ def schedule(
         return made if non_loss_data else (made.loss.clone(), torch.tensor(1), made)
 
     return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(zip(batches, contexts, strict=True)),
-        model=model,
-        num_microbatches=len(batches),
-        seq_length=S,
-        micro_batch_size=B,
-        collect_non_loss_data=bool(options),
+        forward_step_func=forward_step, data_iterator=iter(zip(batches, contexts, strict=True)), model=model,
+        num_microbatches=len(batches), seq_length=S, micro_batch_size=B, collect_non_loss_data=bool(options),
         **{"forward_only": False} | options,
-    )
+    )  # fmt: skip
 
 
 def sum_shared(model: GPTModel, layout: Layout) -> dict[str, Tensor]:
     """Return gradients by the whole model's names, summed over ranks as `finalize_model_grads` of Megatron does."""
     gradients = {}
     for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        assert grad is not None, name
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
         if layout.tied and layout.pipeline > 1 and "embedding" in full_name(name, layout) and "position" not in name:
@@ -353,8 +319,5 @@ def apart(actual: Tensor, weight: Tensor, least: Tensor) -> float:
     return float((actual - expected).norm() / torch.maximum(expected.norm(), least))
 
 
-def top_k(batch: MicroBatch, count: int = 7) -> TopK:
-    """Return a top-k that depends only on each token itself, so context ranks have the same one."""
-    ids_TK = (batch.input_ids_BS.flatten()[:, None] + 31 * torch.arange(count)) % VOCABULARY
-    log_probs_K = torch.log_softmax(-torch.arange(count).float(), 0) + torch.tensor(0.9).log()
-    return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))
+def top_k(batch: MicroBatch) -> TopK:
+    return parity_models.top_k(batch.input_ids_BS, 7)

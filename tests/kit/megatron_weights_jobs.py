@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from kit import NamedCase
 from kit.causal_families import of_config, tiny_config
 from kit.cuda_is_cpu import cuda_is_cpu
 from kit.shard_ranks import Rank
@@ -23,12 +24,10 @@ from stillhouse.parallel import Degrees, temporary_groups
 MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
 #: its frequencies depend on the number of tokens of pretraining, and it scales the products of queries and keys
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-#: every second layer has a window of 5 tokens
-WINDOWS = {"use_sliding_window": True, "layer_types": 2 * ["full_attention", "sliding_attention"]}
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """sizes: of the axes, by the names of `initialize_model_parallel` without `_model_parallel_size`.
 
     options: of the model's configuration.
@@ -51,25 +50,11 @@ class Case:
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
-    def name(self) -> str:
-        degrees = {
-            name: getattr(self, name)
-            for name in ("tensor", "pipeline", "chunks", "context", "expert", "data", "replicas")
-        }
-        parts = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
-        flags = ["sequence"] * self.sequence + ["tied"] * self.tied + [*self.options]
-        return "-".join([self.model_type, *parts, *flags])
-
-    @property
     def degrees(self) -> Degrees:
         return Degrees(
-            pipeline=self.pipeline,
-            fsdp=self.data // self.replicas,
-            replicate=self.replicas,
-            context=self.context,
-            tensor=self.tensor,
-            expert=self.expert,
-        )
+            pipeline=self.pipeline, fsdp=self.data // self.replicas, replicate=self.replicas,
+            context=self.context, tensor=self.tensor, expert=self.expert,
+        )  # fmt: skip
 
     @property
     def sizes(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from kit.families import SHAPE
+from kit.families import SHAPE, WINDOWED
 from torch import Tensor
 
 from stillhouse.models import Decoder
@@ -28,9 +28,7 @@ MAKERS: dict[str, Callable[..., hf.PreTrainedConfig]] = {
     "deepseek_v3": partial(hf.DeepseekV3Config, **_EXPERTS | _LATENT | _GROUPS),
     "mellum": partial(hf.MellumConfig, **_SHAPE | _WINDOWS, head_dim=16, num_experts=4, num_mtp_layers=1),
     # a family without MTP layers of its own; its second layer has a sliding window
-    "qwen3": partial(
-        hf.Qwen3Config, **_SHAPE, head_dim=16, use_sliding_window=True, sliding_window=5, max_window_layers=1
-    ),
+    "qwen3": partial(hf.Qwen3Config, **_SHAPE, **WINDOWED, head_dim=16),
 }
 EACH_FAMILY = pytest.mark.parametrize(
     ("family", "depths"),

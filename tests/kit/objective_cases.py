@@ -69,12 +69,9 @@ SIGNALS = ["full", "dense", *TAILS]
 ALL_SIGNALS = [*SIGNALS, "mixture"]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 HEADS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "scaled": {"scale": 0.25},
-    "capped": {"softcap": 2.0},
-    "both": {"scale": 3.0, "softcap": 5.0},
+    "plain": {}, "scaled": {"scale": 0.25}, "capped": {"softcap": 2.0}, "both": {"scale": 3.0, "softcap": 5.0},
     "padded": {"vocab_size": 240},
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,17 +124,15 @@ def make_full(tokens: int = T, vocabulary: int = V, *, vocab_size: int | None = 
     return FullVocab(leaves.hidden, OutputHead(leaves.weight, vocab_size=vocab_size))
 
 
-def make_topk(
-    log_probs_TV: Tensor, entries: int = 8, *, tail: str = "bucket", send_tail: bool = True, seed: int = 3
-) -> TopK:
+def make_topk(log_probs_TV: Tensor, entries: int = 8, *, tail: str = "bucket") -> TopK:
     """Take the teacher's top ids in random order. In every second row, the last id is absent."""
     log_p_TK, ids_TK = log_probs_TV.topk(entries, dim=1)
-    order = torch.randperm(entries, generator=generator(seed))
+    order = torch.randperm(entries, generator=generator(3))
     log_p_TK, ids_TK = log_p_TK[:, order].contiguous(), ids_TK[:, order].contiguous()
     ids_TK[::2, -1] = -1
     outside_TV = log_probs_TV.scatter(1, ids_TK.clamp(min=0), -torch.inf)
     outside_TV[::2, 0] = torch.where((ids_TK[::2, :-1] == 0).any(1), -torch.inf, log_probs_TV[::2, 0])
-    tail_T = torch.logsumexp(outside_TV, 1) if send_tail and tail == "bucket" else None
+    tail_T = torch.logsumexp(outside_TV, 1) if tail == "bucket" else None
     return TopK(ids_TK, log_p_TK, tail=tail, tail_log_prob_T=tail_T)  # type: ignore[arg-type]
 
 
@@ -206,17 +201,17 @@ def make_sampled(tokens: int = T, vocabulary: int = V, dtype: torch.dtype = torc
     return Sampled(ids_TM, torch.rand(tokens, 6, generator=generator(7)).to(dtype))
 
 
-def make_spans(tail: str = "bucket", dtype: torch.dtype = torch.float64, temperature: float = 1.0) -> SpanSignal:
+def make_spans(tail: str = "bucket", temperature: float = 1.0) -> SpanSignal:
     """Every third row begins a span, the next one continues it, and the third one has no signal."""
     random = torch.Generator().manual_seed(3)
     log_p_TV = torch.log_softmax(2 * torch.randn(T, V, generator=random, dtype=torch.float64), 1)
     log_p_TK, ids_TK = log_p_TV.topk(8, 1)
     ids_TK[::2, -1] = -1
     tail_T = torch.log(-torch.expm1(log_p_TK.masked_fill(ids_TK < 0, -math.inf).logsumexp(1)))
-    first = TopK(ids_TK, log_p_TK.to(dtype), tail, tail_T.to(dtype), temperature)  # type: ignore[arg-type]
+    first = TopK(ids_TK, log_p_TK, tail, tail_T, temperature)  # type: ignore[arg-type]
     third_T = torch.arange(T) % 3
     continuation_T = torch.rand(T, generator=random) * (third_T == 1)
-    return SpanSignal(first, (third_T == 0).to(dtype), continuation_T.to(dtype))
+    return SpanSignal(first, (third_T == 0).double(), continuation_T.double())
 
 
 def all_terms(tokens: int = T) -> list[Term]:

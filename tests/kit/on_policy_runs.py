@@ -46,9 +46,7 @@ def requests(lengths: Sequence[int] = LENGTHS, vocabulary: int = 251, seed: int 
 
 
 def as_lists(completions: list[Completion]) -> list[tuple[list[int], list[float], str]]:
-    return [
-        (completion.ids_N.tolist(), completion.log_probs_N.tolist(), completion.finish) for completion in completions
-    ]
+    return [(each.ids_N.tolist(), each.log_probs_N.tolist(), each.finish) for each in completions]
 
 
 STEPS, PROMPTS, SAMPLES = 12, 7, 3
@@ -105,13 +103,9 @@ def queue_of(engine: LateEngine, *, ahead: int, in_order: bool, share: float = 1
 
 #: the figures that do not depend on the batches in which completions were written
 SAME = (
-    "step",
-    "tokens",
-    "rollout/completion_tokens",
-    "rollout/truncated",
-    "rollout/staleness",
+    "step", "tokens", "rollout/completion_tokens", "rollout/truncated", "rollout/staleness",
     "rollout/staleness_max",
-)
+)  # fmt: skip
 
 
 def write_on_policy_run(folder: Path, **settings: Any) -> RunConfig:
@@ -121,14 +115,10 @@ def write_on_policy_run(folder: Path, **settings: Any) -> RunConfig:
     write_records(folder / "train.jsonl", records)
     write_records(folder / "eval.jsonl", records[:5])
     defaults = {
-        "objective.loss": "reverse_kl",
-        "rollout.max_new_tokens": 11,
-        "rollout.samples_per_prompt": 2,
-        "rollout.prompts_per_step": 4,
-        "data.max_tokens": 37,
-        "train.tokens_per_step": 37,
+        "objective.loss": "reverse_kl", "rollout.max_new_tokens": 11, "rollout.samples_per_prompt": 2,
+        "rollout.prompts_per_step": 4, "data.max_tokens": 37, "train.tokens_per_step": 37,
         "train.micro_batch_tokens": 74,
-    }
+    }  # fmt: skip
     return write_run(folder, **defaults | settings)
 
 
@@ -151,9 +141,7 @@ def assert_same_under_layouts(folder: Path) -> None:
 def rollout_figures(out: Path) -> list[dict[str, float]]:
     """Return the figures of each step, without those that depend on the time."""
     lines = [line for line in metrics(out) if "rollout/share" in line]
-    return [
-        {key: value for key, value in line.items() if not key.startswith(("speed/", "seconds"))} for line in lines
-    ]
+    return [{key: value for key, value in line.items() if not key.startswith(("speed", "seconds"))} for line in lines]
 
 
 def assert_same_figures(out: Path, expected_out: Path, keys: Sequence[str], loss: str) -> None:

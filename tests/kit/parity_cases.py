@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from kit.parity_models import VOCABULARY, build_student, configurations, decoder, with_hidden, with_lora
+from kit import NamedCase
+from kit.parity_models import VOCABULARY, build_student, configurations, decoder, top_k, with_hidden, with_lora
 from kit.shard_ranks import Rank
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from stillhouse.models import HiddenPair, initialize_lora
 from stillhouse.models.decoder import HEAD_WEIGHT
 from stillhouse.models.dtensors import gathered_tensor, local
 from stillhouse.models.hidden_states import HIDDEN
-from stillhouse.objective import TEACHER, TopK
+from stillhouse.objective import TEACHER
 from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, Runner, ShardedMicroBatches
@@ -48,7 +49,7 @@ TRAIN = TrainConfig(learning_rate=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """A layout, a pair of models and an objective.
 
     micro_batches: the number per data rank and step. family: qwen3 (untied), llama (tied), qwen3_moe (student and
@@ -75,22 +76,6 @@ class Case:
     waiting_teacher: bool = False  # FSDP keeps the teacher's shards in host memory
     mtp: Literal["", "teacher", "student", "heads"] = ""
     optimizer: str = "adamw"
-
-    @property
-    def name(self) -> str:
-        kind = f"{self.family}-{self.layout.degrees}".replace(" × ", "-").replace(" ", "")
-        schedule = f"-{self.layout.schedule}-{self.micro_batches}" if self.layout.degrees.pipeline > 1 else ""
-        separate = "" if self.teacher is None else f"-teacher-{self.teacher}".replace(" × ", "-").replace(" ", "")
-        kept = "-bf16" if self.dtype == torch.bfloat16 else ""
-        flags = {"top_k": self.top_k, "recomputed": self.checkpointing, "offload": self.layout.offload}
-        flags |= {"other_tokens": self.other_tokens, "waiting_teacher": self.waiting_teacher}
-        flags |= {"hidden": bool(self.hidden), "compiled": self.layout.compile}
-        flags |= {"residual": self.layout.residual_dtype is not None}
-        objective = "" if self.spec == SPEC else f"-{self.spec.divergence or 'cross_entropy'}"
-        objective += "" if self.optimizer == "adamw" else f"-{self.optimizer}"
-        more = objective + separate + "".join(f"-{flag}" for flag, is_set in flags.items() if is_set)
-        more += f"-mtp-{self.mtp}" if self.mtp else ""
-        return kind + schedule + more + (f"-lora-{self.lora}{kept}" if self.lora else "")
 
 
 @dataclass
@@ -129,9 +114,8 @@ def compare(rank: Rank, case: Case) -> Difference:
     for micro_batches, signals in requests:
         sharded.step(micro_batches, signals)
         sharded.engine.update(LEARNING_RATE)
-    difference.groups = [
-        name for name, kind in sharded.groups().items() if reference.groups[alias(name, reference.groups)] != kind
-    ]
+    groups = sharded.groups().items()
+    difference.groups = [name for name, kind in groups if reference.groups[alias(name, reference.groups)] != kind]
     for name, parameter in sharded.runner.named_parameters():
         expected = reference.weights[alias(name, reference.weights)]
         elements = reference.exact_elements(alias(name, reference.weights))
@@ -169,7 +153,8 @@ class Reference:
         requests = side.requests(steps)
         sums, norm = side.step(*next(requests)), side.engine.gradient_norm()
         parameters = dict(side.runner.named_parameters())
-        gradients = {name: copied(parameter.grad) for name, parameter in parameters.items()}
+        found = {name: parameter.grad for name, parameter in parameters.items()}
+        gradients = {name: None if gradient is None else gradient.clone() for name, gradient in found.items()}
         side.engine.update(LEARNING_RATE)
         for micro_batches, signals in requests:
             side.step(micro_batches, signals)
@@ -183,10 +168,6 @@ class Reference:
         if gradient is None:
             return torch.ones_like(self.weights[name], dtype=torch.bool)
         return (gradient == 0) | (gradient.abs() > 1e-6 * self.norm)
-
-
-def copied(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
 
 
 @dataclass
@@ -234,9 +215,7 @@ class Side:
     def groups(self) -> dict[str, tuple[bool, float]]:
         """Return for each trained parameter whether Muon trains it, and its weight decay."""
         groups = self.engine.optimizer.param_groups
-        kinds = {
-            weight: ("momentum" in group, group["weight_decay"]) for group in groups for weight in group["params"]
-        }
+        kinds = {each: ("momentum" in group, group["weight_decay"]) for group in groups for each in group["params"]}
         named = self.runner.named_parameters()
         return {name: kinds[parameter] for name, parameter in named if parameter.requires_grad}
 
@@ -264,7 +243,7 @@ class TopKSource(SignalSource):
     runner: Runner
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
-        signals = [{TEACHER: top_k(self.case, micro_batch)} for micro_batch in micro_batches]
+        signals = [{TEACHER: top_k(micro_batch.input_ids_BS, self.case.top_k)} for micro_batch in micro_batches]
         return PendingSignals.ready(signals if self.runner.has_last_stage else [{} for _ in signals])
 
 
@@ -359,14 +338,6 @@ def batch(seed: int, empty: bool) -> MicroBatch:
         valid_index=(labels_T >= 0).nonzero()[:, 0],
         document_T=torch.zeros(ROWS * TOKENS, dtype=torch.int64),
     )
-
-
-def top_k(case: Case, micro_batch: MicroBatch) -> TopK:
-    """Make each token's ids from its input id, so that a context rank's part has the same ids."""
-    ids_T1 = micro_batch.input_ids_BS.flatten()[:, None]
-    ids_TK = (ids_T1 + torch.arange(case.top_k) * 31) % VOCABULARY
-    log_probs_K = torch.log_softmax(-torch.arange(case.top_k, dtype=torch.float32), 0) + torch.tensor(0.9).log()
-    return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))
 
 
 # meshes

@@ -6,33 +6,33 @@ from typing import Any
 import torch
 from kit.causal_families import CAUSAL, of_config, tiny_config
 from kit.families import FAMILIES, build
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, match_hidden
 from stillhouse.models.hidden_states import HiddenMatch
+from stillhouse.objective import TopK
 
 VOCABULARY = 251
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
     "initializer_range": 0.2,
-}
+}  # fmt: skip
 #: families with parameters between sharded matrices that their tensor-parallel plans do not name
 PARTIAL: dict[str, dict[str, Any]] = {
     "apertus": {},  # the activation's alpha_p and alpha_n
     "glm4_moe": {  # q_norm and k_norm
-        "use_qk_norm": True,
-        "head_dim": 16,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
+        "use_qk_norm": True, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     },
-}
+}  # fmt: skip
+
+
+def top_k(ids_BS: Tensor, entries: int) -> TopK:
+    """A stored signal. Each token's ids depend on it alone, so that a context rank's part has the same ids."""
+    ids_TK = (ids_BS.flatten()[:, None] + 31 * torch.arange(entries)) % VOCABULARY
+    log_probs_K = torch.log_softmax(-torch.arange(entries).float(), 0) + torch.tensor(0.9).log()
+    return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))
 
 
 def with_hidden(build: Callable[[], Decoder], teacher: PreTrainedConfig, pairs: tuple[HiddenPair, ...]) -> Decoder:

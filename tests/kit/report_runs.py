@@ -60,9 +60,8 @@ def make_run(folder: Path, *, terms=("forward_kl",), steps=300, every=50, seed=0
               "reasons": ["train.jsonl:17: not a JSON object"]}  # fmt: skip
     held = report | {"read": 40, "kept": 40, "skipped": 0, "tokens": 30211, "reasons": []}
     (folder / "data.json").write_text(json.dumps({"train": report, "eval": held}))
-    shown = [
-        {"source": f"eval.jsonl:{line}", "tokens": token_entries(text, rng)} for line, text in enumerate(documents, 3)
-    ]
+    numbered = enumerate(documents, 3)
+    shown = [{"source": f"eval.jsonl:{line}", "tokens": token_entries(text, rng)} for line, text in numbered]
     (folder / "tokens.json").write_text(json.dumps({"step": steps, "documents": shown}))
     return folder
 
@@ -167,9 +166,8 @@ def make_on_policy_run(folder: Path, *, steps=60, texts=(TEXT, HOSTILE), seed=0)
     (folder / "config.yaml").write_text(CONFIG)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
-        line |= (
-            task_values(line["step"], steps) if "eval/tokens" in line else rollout_values(line["step"], steps, rng)
-        )
+        step = line["step"]
+        line |= task_values(step, steps) if "eval/tokens" in line else rollout_values(step, steps, rng)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with RolloutLog(RunFolder(folder), 0, float) as log:
         for step in range(1, steps + 1):

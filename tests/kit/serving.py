@@ -4,7 +4,6 @@ import pkgutil
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,20 +29,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Server:
-    """processes: more than one divides the model (tensor parallel). Ends when the block ends, with exit code 0."""
+    """processes: more than one divides the model (tensor parallel). shared: options of their `Command`s.
+
+    Ends when the block ends, with exit code 0.
+    """
 
     def __init__(
         self,
         folder: Path,
         *options: str | int,
         processes: int = 1,
-        hook: Callable[..., None] | None = None,
-        hook_arguments: tuple[Any, ...] = (),
-        environment: dict[str, str] | None = None,
         headers: dict[str, str] | None = None,
+        **shared: Any,
     ):
         arguments = ("serve", folder, "--port", 0, "--device", "cpu", *options)
-        shared: dict[str, Any] = {"hook": hook, "hook_arguments": hook_arguments, "environment": environment}
         if processes == 1:
             self.commands = [Command(*arguments, **shared)]
         else:
@@ -97,9 +96,8 @@ class Server:
 
     def score(self, signal: SignalSpec, documents: list[DocumentRows]) -> list[dict[str, torch.Tensor]]:
         """The signals of documents, through the client's side of the wire."""
-        answer = self.client.post(
-            "/v1/score", content=encode_request(signal, documents), headers={"content-type": SAFETENSORS}
-        )
+        content, kind = encode_request(signal, documents), {"content-type": SAFETENSORS}
+        answer = self.client.post("/v1/score", content=content, headers=kind)
         assert answer.status_code == 200, answer.text
         info = self.info()
         teacher, signals = decode_answer(answer.content, signal, info["width"], documents)
@@ -148,9 +146,8 @@ def nan_for_token(token: int) -> None:
 
     def with_nan(decoder: Decoder, input_ids: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         bad_BS1 = (input_ids == token)[..., None]
-        handle = decoder.backbone.norm.register_forward_hook(
-            lambda _, __, hidden_BSE: hidden_BSE.masked_fill(bad_BS1, torch.nan)
-        )
+        norm = decoder.backbone.norm
+        handle = norm.register_forward_hook(lambda _, __, hidden_BSE: hidden_BSE.masked_fill(bad_BS1, torch.nan))
         try:
             return forward(decoder, input_ids, *arguments, **options)
         finally:
@@ -175,11 +172,9 @@ def load_nothing() -> None:
     WeightUpdates.apply = saying  # type: ignore[method-assign]
 
 
-def publish_scaled(
-    folder: Path, target: Path, version: int, factor: float, dtype: torch.dtype = torch.float32
-) -> Path:
+def publish_scaled(folder: Path, target: Path, version: int, factor: float) -> Path:
     """Publish the model of a folder with all weights times a factor."""
-    decoder = Decoder.from_pretrained(folder, dtype=dtype)
+    decoder = Decoder.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.mul_(factor)

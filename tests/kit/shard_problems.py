@@ -77,19 +77,11 @@ GROUPS = {
     "entropy": ["entropy"],
     "sampled ids": ["sampled"],
     "one token": [
-        "k2",
-        "k3",
-        "k2, corrected",
-        "k3, masked",
-        "policy",
-        "reference",
-        "dual clip",
-        "cispo",
-        "masked",
+        "k2", "k3", "k2, corrected", "k3, masked", "policy", "reference", "dual clip", "cispo", "masked",
         "log ratio",
     ],
     "zero outside": ["zero outside"],
-}
+}  # fmt: skip
 OTHER_TERMS = [*GROUPS, "all"]
 
 
@@ -122,15 +114,11 @@ def heads_of(student_rows: int, teacher_rows: int, student_size: int | None, tea
     bias_V = torch.randn(teacher_rows, generator=generator(11))
     two = FullVocab(one.hidden_TE.flip(0), replace(one.head, bias=bias_V))
     terms: list[Term] = [
-        Distill(one, forward_kl(), 0.5, 1.3),
-        Distill(one, jsd(0.3), 0.5),
-        Distill(two, total_variation(), 0.5),
+        Distill(one, forward_kl(), 0.5, 1.3), Distill(one, jsd(0.3), 0.5), Distill(two, total_variation(), 0.5),
         CrossEntropy(make_labels(vocabulary=vocabulary), label_smoothing=0.1, z_loss=1e-2),
         Distill(make_signal("bucket", vocabulary=vocabulary, dtype=torch.float32), forward_kl()),
-    ]
-    return Problem(
-        make_leaves(vocabulary=student_rows, dtype=torch.float32), terms, head={"vocab_size": student_size}
-    )
+    ]  # fmt: skip
+    return Problem(make_leaves(vocabulary=student_rows, dtype=torch.float32), terms, {"vocab_size": student_size})
 
 
 def mixture_of(expression: str, student_rows: int, teacher_rows: tuple[int, int], size: int | None) -> Problem:
@@ -157,16 +145,11 @@ def masked_mixture(expression: str, first: int, last: int) -> Problem:
 
 #: a token's ids, most of them next to the borders of FOUR
 IDS = {
-    "at the borders": (62, 63, 125, 126, 188, 189, 0, 250),
-    "twice": (63, 62, 63, 189, 189, 0, 0, 250),
-    "absent": (-1, 63, -1, 62, 300, 189, 251, -1),
-    "none at all": (-1, 300, -1, 251),
-    "one": (188,),
-    "in the first shard": tuple(range(8)),
-    "in the second shard": tuple(range(63, 71)),
-    "in the last shard": tuple(range(243, 251)),
-    "a whole shard and one": tuple(range(125, 190)),
-}
+    "at the borders": (62, 63, 125, 126, 188, 189, 0, 250), "twice": (63, 62, 63, 189, 189, 0, 0, 250),
+    "absent": (-1, 63, -1, 62, 300, 189, 251, -1), "none at all": (-1, 300, -1, 251), "one": (188,),
+    "in the first shard": tuple(range(8)), "in the second shard": tuple(range(63, 71)),
+    "in the last shard": tuple(range(243, 251)), "a whole shard and one": tuple(range(125, 190)),
+}  # fmt: skip
 
 
 def top_k(ids: str, tail: str, expression: str, send_tail: bool, vocab_size: int | None = None) -> Problem:
@@ -208,16 +191,12 @@ def labelled(first: int, last: int) -> Problem:
 def weighted(weights: str, valid_index: bool = False) -> Problem:
     """Terms with their own weights, which are multiplied by the objective's weights, and a mixture."""
     patterns = {
-        "some are zero": some_weights(),
-        "one is not": torch.zeros(T).index_fill(0, torch.tensor([30]), 0.7),
-        "all are zero": torch.zeros(T),
-        "none": None,
-    }
+        "some are zero": some_weights(), "one is not": torch.zeros(T).index_fill(0, torch.tensor([30]), 0.7),
+        "all are zero": torch.zeros(T), "none": None,
+    }  # fmt: skip
     options: dict[str, Any] = {"weights_T": patterns[weights], "normalizer": torch.tensor(19)}
     if valid_index:
-        options["valid_index"] = (
-            torch.ones(T).nonzero()[:, 0] if weights == "none" else patterns[weights].nonzero()[:, 0]
-        )
+        options["valid_index"] = (torch.ones(T) if weights == "none" else patterns[weights]).nonzero()[:, 0]
     mixture = Distill(make_signal("mixture", dtype=torch.float32), jsd(0.3), 0.4)
     return Problem(make_leaves(dtype=torch.float32), [*every_term(dtype=torch.float32), mixture], options=options)
 
@@ -235,7 +214,7 @@ def of_tokens(tokens: int, frozen: tuple[str, ...] = (), upstream: float = 1.0) 
     return Problem(leaves, terms, frozen=frozen, upstream=upstream)
 
 
-def from_logits(expression: str, masked: str, dtype: torch.dtype = torch.float32) -> Problem:
+def from_logits(expression: str, masked: str) -> Problem:
     """Logits with −inf in some columns. The labels are columns without −inf."""
     random = generator(12)
     logits_TV = torch.randn(T, V, generator=random, dtype=torch.float64) * 3
@@ -251,25 +230,20 @@ def from_logits(expression: str, masked: str, dtype: torch.dtype = torch.float32
     if masked != "the teacher's":
         logits_TV = logits_TV.masked_fill(mask_TV, -torch.inf)
     labels_T = (~mask_TV).long().argmax(1).index_fill(0, torch.tensor([2]), -100)
-    teacher = DenseLogits(teacher_TV.masked_fill(mask_TV, -torch.inf).to(dtype))
+    teacher = DenseLogits(teacher_TV.masked_fill(mask_TV, -torch.inf).float())
     terms: list[Term] = [
         Distill(teacher, parse_divergence(expression), 0.7, 1.3),
         CrossEntropy(labels_T, 0.3, z_loss=1e-2),
         Entropy(0.1),
     ]
-    return Problem(Logits(logits_TV.to(dtype)), terms, options={"weights_T": some_weights()})
+    return Problem(Logits(logits_TV.float()), terms, options={"weights_T": some_weights()})
 
 
 ONE_ROUND = ["forward_kl", "reverse_kl", "0.9*forward_kl + 0.1*reverse_kl"]
 TWO_ROUNDS = [
-    "jsd(0.3)",
-    "skew_forward_kl(0.1)",
-    "skew_reverse_kl(0.1)",
-    "total_variation",
-    "forward_kl + jsd(0.3)",
-    "alpha_beta(0.4, 0.6)",
-    "alpha_beta(0, 0)",
-]
+    "jsd(0.3)", "skew_forward_kl(0.1)", "skew_reverse_kl(0.1)", "total_variation", "forward_kl + jsd(0.3)",
+    "alpha_beta(0.4, 0.6)", "alpha_beta(0, 0)",
+]  # fmt: skip
 TOKENS = 24
 
 

@@ -149,9 +149,8 @@ class RankPool:
         with _one_thread():
             for number in range(self.size):
                 pipe, end = context.Pipe()
-                process: ForkServerProcess = context.Process(
-                    target=_serve, args=(number, self.size, str(store), end), daemon=True
-                )
+                arguments = (number, self.size, str(store), end)
+                process: ForkServerProcess = context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 end.close()
                 self._pipes.append(pipe)
@@ -225,9 +224,8 @@ def _one_thread() -> Iterator[None]:
 
 def _serve(number: int, size: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=number, world_size=size, timeout=timedelta(minutes=5)
-    )
+    limit, method = timedelta(minutes=5), f"file://{store}"
+    dist.init_process_group("gloo", init_method=method, rank=number, world_size=size, timeout=limit)
     # every rank must create every group in the same order
     own_group = [dist.new_group([rank]) for rank in range(size)][number]
     first = {count: dist.new_group(list(range(count))) for count in range(2, size + 1)}

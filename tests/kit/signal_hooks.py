@@ -24,7 +24,6 @@ from typing import Any
 from kit.runs import Command, last_step
 
 from stillhouse import preemption
-from stillhouse.loops import training
 from stillhouse.output.log import NoLog, RunLog
 
 
@@ -92,15 +91,19 @@ def wrong_in(steps: list[TrainedStep], count: int, samples: int, max_staleness: 
 EVERY_RANK = (RunLog, NoLog)
 
 
-def signal_when(module: str, name: str, number: signal.Signals) -> None:
-    """Let the process send itself a signal at a call of a module's function, and make the call take a second."""
-    holder = importlib.import_module(module)
+def signal_when(module: str, name: str, number: signal.Signals, call: int | None = None) -> None:
+    """Let the process send itself a signal at each call of a module's function, which then takes a second, or at one.
+
+    call: the number of this one, from 0.
+    """
+    holder, calls = importlib.import_module(module), itertools.count()
     original = getattr(holder, name)
 
     @functools.wraps(original)
     def wrapped(*arguments: Any, **options: Any) -> Any:
-        os.kill(os.getpid(), number)
-        time.sleep(1)
+        if call in (None, next(calls)):
+            os.kill(os.getpid(), number)
+            time.sleep(call is None)
         return original(*arguments, **options)
 
     setattr(holder, name, wrapped)
@@ -122,19 +125,6 @@ def interrupt_main_thread() -> None:
         return listener
 
     preemption._Listener = wrapped  # type: ignore[assignment, misc]
-
-
-def interrupt_in(name: str, call: int) -> None:
-    """Let the process send itself SIGINT at one call of a function of the training loop. Calls count from 0."""
-    original, calls = getattr(training, name), itertools.count()
-
-    @functools.wraps(original)
-    def wrapped(*arguments: Any, **options: Any) -> Any:
-        if next(calls) == call:
-            os.kill(os.getpid(), signal.SIGINT)
-        return original(*arguments, **options)
-
-    setattr(training, name, wrapped)
 
 
 def at_step(step: int, act: Callable[[], object], *, logs: Sequence[type] = (RunLog,), before: bool = False) -> None:

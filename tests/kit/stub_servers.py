@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load_file
+from kit.tensors import tensors_in
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -91,17 +91,20 @@ class StubModel:
             vars(self).update(state)
             self.changed.notify_all()
 
-    def use(self, adapter: str | None, count: int) -> None:
-        with self.changed:
-            if adapter is not None:
-                self.uses[adapter] += count
+    @contextmanager
+    def using(self, adapter: str | None) -> Iterator[None]:
+        try:
+            with self.changed:
+                self.uses[adapter or ""] += 1
+            yield
+        finally:
+            with self.changed:
+                self.uses[adapter or ""] -= 1
                 self.changed.notify_all()
 
     def load(self, folder: Path, *, half: bool = False) -> None:
         """half: only some of the tensors, as when a load fails in the middle."""
-        tensors = {
-            name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()
-        }
+        tensors = tensors_in(folder)
         names = sorted(tensors)[: len(tensors) // 2 if half else None]
         with self.changed, torch.no_grad():
             state = self.model.state_dict()

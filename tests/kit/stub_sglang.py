@@ -1,8 +1,6 @@
 """The routes of an SGLang, for `kit.stub_servers`."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +23,14 @@ class Sglang(StubHandler):
             self._score(tokens, body)
             return
         options = {
-            "max_tokens": sampling["max_new_tokens"],
-            "temperature": sampling["temperature"],
-            "top_k": sampling["top_k"],
-            "seed": sampling["sampling_seed"],
-            "stop_token_ids": sampling["stop_token_ids"],
-            "logprobs": body["top_logprobs_num"],
-        }
+            "max_tokens": sampling["max_new_tokens"], "temperature": sampling["temperature"],
+            "top_k": sampling["top_k"], "seed": sampling["sampling_seed"],
+            "stop_token_ids": sampling["stop_token_ids"], "logprobs": body["top_logprobs_num"],
+        }  # fmt: skip
         adapter = body.get("lora_path")
         if adapter is not None and not self._has_adapter(adapter):
             return
-        with self._using(adapter):
+        with self.model.using(adapter):
             completion = self.model.write(tokens, options, adapter)
         reason: dict[str, Any] = {"type": completion["finish"]}
         if completion["finish"] == "stop":
@@ -58,9 +53,7 @@ class Sglang(StubHandler):
             for token, log_probs_V in zip(tokens[1:], self.model.log_probs_SV(tokens), strict=False):
                 actual.append([float(log_probs_V[token]), token, None])
                 best = int(log_probs_V.argmax())
-                top.append(
-                    [[lp, number, None] for number, lp in entries(log_probs_V, best, body["top_logprobs_num"])]
-                )
+                top.append([[lp, each, None] for each, lp in entries(log_probs_V, best, body["top_logprobs_num"])])
             meta |= {"input_token_logprobs": actual, "input_top_logprobs": top}
         self.reply(200, {"text": "", "meta_info": meta})
 
@@ -112,13 +105,9 @@ class Sglang(StubHandler):
         """Whether a request may use an adapter; an adapter that was unloaded is loaded again."""
         model = self.model
         if not model.takes_adapters:
-            problem = (
-                f"LoRA adapter '{name}' was requested, but LoRA is not enabled. Please launch the server with --"
-            )
+            problem = f"LoRA adapter '{name}' was requested, but LoRA is not enabled."
         elif name not in model.paths:
-            problem = (
-                f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: {model.paths.keys()}."
-            )
+            problem = f"Got LoRA adapter that has never been loaded: {name}"
         elif not model.paths[name].is_dir():
             problem = f"Failed to implicitly load LoRA adapter {name}: no such folder"
         else:
@@ -127,14 +116,6 @@ class Sglang(StubHandler):
             return True
         self.reply(400, {"error": {"message": problem}})
         return False
-
-    @contextmanager
-    def _using(self, adapter: str | None) -> Iterator[None]:
-        self.model.use(adapter, 1)
-        try:
-            yield
-        finally:
-            self.model.use(adapter, -1)
 
     def _answer_adapters(self, problem: str = "") -> None:
         loaded = {name: str(path) for name, path in self.model.paths.items() if name in self.model.adapters}

@@ -19,19 +19,9 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import torch
+from kit import mutations
 from kit.engine_answers import METADATA, true_answers
 from kit.image_models import picture, write_processor
-from kit.mutations import (
-    ODD,
-    PIECES,
-    damage_files,
-    damaged_bytes,
-    damaged_json,
-    damaged_lines,
-    damaged_safetensors,
-    damaged_text,
-    damaged_value,
-)
 from kit.runs import save_model, write_records, write_texts
 from kit.template_messages import template_messages
 from kit.toy_tokenizer import GENERATION_TEMPLATE, REASONING_TEMPLATE, toy_tokenizer
@@ -84,15 +74,18 @@ def configurations(folder: Path) -> Load:
     def load(draw: random.Random) -> None:
         match draw.randrange(4):
             case 0:
-                text = write_yaml({str(key): value for key, value in damaged_value(draw, values).items()}).encode(
-                    "utf-8", "surrogatepass"
-                )
+                text = write_yaml(
+                    {str(key): value for key, value in mutations.damaged_value(draw, values).items()}
+                ).encode("utf-8", "surrogatepass")
             case 1:
-                text = damaged_bytes(draw, draw.choice(texts))
+                text = mutations.damaged_bytes(draw, draw.choice(texts))
             case _:
-                text = damaged_text(draw, draw.choice(texts))
+                text = mutations.damaged_text(draw, draw.choice(texts))
         path.write_bytes(text if draw.random() < 0.7 else texts[0])
-        odd = [str(draw.choice([draw.choice(ODD), draw.choice(PIECES)])) for _ in range(draw.choice([0, 0, 1, 2]))]
+        odd = [
+            str(draw.choice([draw.choice(mutations.ODD), draw.choice(mutations.PIECES)]))
+            for _ in range(draw.choice([0, 0, 1, 2]))
+        ]
         config = load_config(path, [f"{draw.choice(keys)}={text}" for text in odd])
         load_config(None, settings={"student": {}} | json.loads(config.model_dump_json()))
         dump_config(config)
@@ -137,13 +130,11 @@ def data(folder: Path) -> Load:
         else:
             shutil.copy(source, target)
         files = [path for path in target.parent.rglob("*") if path.is_file()]
-        damage_files(draw, sorted(files), foreign)
+        mutations.damage_files(draw, sorted(files), foreign)
         documents = load_documents(
             target,
             draw.choice(tokenizers),
-            LoadOptions(
-                max_tokens=TOKENS, tokens=draw.choice(["completion", "all"]), on_error=draw.choice(["raise", "skip"])
-            ),
+            LoadOptions(TOKENS, tokens=draw.choice(["completion", "all"]), on_error=draw.choice(["raise", "skip"])),
         )
         documents.report.summary()
         packed = PackedSequences(documents, max_tokens=TOKENS, seed=0)
@@ -176,7 +167,7 @@ def models(folder: Path) -> Load:
         target = folder / "given"
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(source, target)
-        changed = damage_files(draw, sorted(target.iterdir()), foreign)
+        changed = mutations.damage_files(draw, sorted(target.iterdir()), foreign)
         tokenizer = load_tokenizer(str(target))
         tokenizer_fingerprint(tokenizer)
         if any("token" in path.name or path.suffix == ".jinja" for path in changed):
@@ -225,7 +216,7 @@ def published(folder: Path, *, lora: bool = False) -> Load:
         shutil.rmtree(target.parent, ignore_errors=True)
         shutil.copytree(draw.choice(versions), target)
         if draw.random() < 0.6:
-            damage_files(draw, sorted(target.iterdir()), foreign)
+            mutations.damage_files(draw, sorted(target.iterdir()), foreign)
         if draw.random() < 0.6:
             odd_file(draw, draw.choice(sorted(target.iterdir())))
         try:
@@ -306,10 +297,10 @@ def images(folder: Path) -> Load:
         ]
         lines = json.dumps(draw.choice(forms)).encode()
         if draw.random() < 0.5:
-            lines = damaged_lines(draw, lines)
+            lines = mutations.damaged_lines(draw, lines)
             (given / name).write_bytes(originals[name])
         else:
-            (given / name).write_bytes(damaged_bytes(draw, originals[name]))
+            (given / name).write_bytes(mutations.damaged_bytes(draw, originals[name]))
         (given / "a.jsonl").write_bytes(lines)
         options = LoadOptions(max_tokens=TOKENS * 4, on_error=draw.choice(["raise", "skip"]))
         documents = load_documents(given / "a.jsonl", tokenizer, options, processor=processor)
@@ -325,20 +316,14 @@ def answers(folder: Path) -> Load:
     def load(draw: random.Random) -> None:
         name = draw.choice(sorted(true))
         content, read = true[name]
-        damages = [damaged_json] if content.startswith(b"{") else [damaged_bytes]
-        damage = draw.choice(damages + [damaged_safetensors] * (b"__metadata__" in content))
+        damages = [mutations.damaged_json] if content.startswith(b"{") else [mutations.damaged_bytes]
+        damage = draw.choice(damages + [mutations.damaged_safetensors] * (b"__metadata__" in content))
         read(HttpAnswer(200, damage(draw, content), {"metadata": METADATA}))
 
     return load
 
 
 SUBJECTS: dict[str, Callable[[Path], Load]] = {
-    "configurations": configurations,
-    "data": data,
-    "images": images,
-    "messages": template_messages,
-    "models": models,
-    "published": published,
-    "adapters": partial(published, lora=True),
-    "answers": answers,
-}
+    "configurations": configurations, "data": data, "images": images, "messages": template_messages,
+    "models": models, "published": published, "adapters": partial(published, lora=True), "answers": answers,
+}  # fmt: skip

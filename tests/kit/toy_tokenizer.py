@@ -1,16 +1,16 @@
 """Small real tokenizers for tests: byte-level BPE, trained in this process on a few lines of text.
 
-`toy_tokenizer()` returns a tokenizer of about 400 entries with bos, eos and pad; `save_toy_tokenizer` writes
-it as a Hugging Face folder. Two of the chat templates render the same text; one marks the assistant's part
-with `{% generation %}`, and the other, like most templates in use, does not. The third is like those of
-reasoning models: it drops the thoughts of turns before the last question and writes those of later turns,
-even if they are empty.
+`toy_tokenizer()` returns a tokenizer of about 400 entries with bos, eos and pad. Two of the chat templates render the
+same text; one marks the assistant's part with `{% generation %}`, and the other, like most templates in use, does
+not. The third is like those of reasoning models: it drops the thoughts of turns before the last question and writes
+those of later turns, even if they are empty.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from ruamel.yaml import YAML
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,30 +23,9 @@ TEXT = [
 ]
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
 
-_TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-PLAIN_TEMPLATE = "{% for message in messages %}" + _TURN + "{% endfor %}" + _PROMPT
-GENERATION_TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}"
-    "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}{% else %}"
-    + _TURN
-    + "{% endif %}{% endfor %}"
-    + _PROMPT
-)
-REASONING_TEMPLATE = (
-    "{% set last = namespace(question=-1) %}{% for message in messages %}{% if message.role == 'user' %}"
-    "{% set last.question = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for message in messages %}{% set is_answer = message.role == 'assistant' %}"
-    "{% set parts = message.content.split('</think>') if is_answer else [message.content] %}"
-    "{{ '<|im_start|>' + message.role + '\n' }}"
-    "{% if is_answer and loop.index0 > last.question %}"
-    "{% set thoughts = message.reasoning_content or (parts[0] | replace('<think>', '') if parts[1:] else '') %}"
-    "{{ '<think>\n' + thoughts | trim + '\n</think>\n' }}{% endif %}"
-    "{{ parts[-1] }}{% if message.tool_calls %}{{ '\n\n' if parts[-1] else '' }}"
-    "{{ '<tool>' + message.tool_calls[0].function.name + '</tool>' }}{% endif %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}" + _PROMPT
-)
-TEMPLATES = {"plain": PLAIN_TEMPLATE, "generation": GENERATION_TEMPLATE, "reasoning": REASONING_TEMPLATE}
+CHAT_TEMPLATES = YAML(typ="safe").load(Path(__file__).with_name("chat_templates.yaml").read_text(encoding="utf-8"))
+TEMPLATES: dict[str, str] = CHAT_TEMPLATES["toy"]
+PLAIN_TEMPLATE, GENERATION_TEMPLATE, REASONING_TEMPLATE = TEMPLATES.values()
 Chat = Literal["plain", "generation", "reasoning"]
 
 
@@ -85,9 +64,3 @@ def toy_tokenizer(
     if chat is not None:
         tokenizer.chat_template = TEMPLATES[chat]
     return tokenizer
-
-
-def save_toy_tokenizer(folder: Path, *, chat: Chat | None = None, adds_bos: bool = True) -> Path:
-    """Write a toy tokenizer as a Hugging Face folder and return the folder."""
-    toy_tokenizer(chat=chat, adds_bos=adds_bos).save_pretrained(folder)
-    return folder

@@ -93,8 +93,12 @@ def cut_within_a_text(made: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 @cache
 def _trained(name: str) -> str:
-    train = {"small": _small, "large": _large, "mistral": _mistral, "deepseek": _deepseek, "words": _words}
-    return (train | {"pieces": _pieces})[name]().to_str()
+    if name == "large":
+        return _byte_level(512, ["<|end|>", "<|im_end|>"], PATTERN).to_str()
+    if name == "deepseek":
+        special = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
+        return _with_begin(_byte_level(700, special, r"\p{N}{1,3}", DEEPSEEK), special[0]).to_str()
+    return {"small": _small, "mistral": _mistral, "words": _words, "pieces": _pieces}[name]().to_str()
 
 
 def _small() -> Tokenizer:
@@ -115,10 +119,6 @@ def _byte_level(size: int, special: list[str], *patterns: str) -> Tokenizer:
     return _bpe(backend, size, special, pre_tokenizers.ByteLevel.alphabet())
 
 
-def _large() -> Tokenizer:
-    return _byte_level(512, ["<|end|>", "<|im_end|>"], PATTERN)
-
-
 def _pieces() -> Tokenizer:
     backend = _over_spaces(["<unk>", "<s>", "</s>"])
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -129,11 +129,6 @@ def _mistral() -> Tokenizer:
     backend = _over_spaces(["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], size=500, by_words=True)
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     return _with_begin(backend)
-
-
-def _deepseek() -> Tokenizer:
-    special = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
-    return _with_begin(_byte_level(700, special, r"\p{N}{1,3}", DEEPSEEK), special[0])
 
 
 def _over_spaces(special: list[str], size: int = 300, *, by_words: bool = False) -> Tokenizer:
@@ -152,9 +147,8 @@ def _over_spaces(special: list[str], size: int = 300, *, by_words: bool = False)
     merges = [tuple(pair) for pair in learned["merges"]]
     backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.add_special_tokens(special)
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
     return backend
 
 
@@ -168,15 +162,13 @@ def _words() -> Tokenizer:
 
 
 def _bpe(backend: Tokenizer, size: int, special: list[str], alphabet: list[str]) -> Tokenizer:
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=special, initial_alphabet=sorted(alphabet), show_progress=False
-    )
+    options = {"special_tokens": special, "initial_alphabet": sorted(alphabet)}
+    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, **options)
     backend.train_from_iterator(demo_text(), trainer)
     return backend
 
 
 def _with_begin(backend: Tokenizer, begin: str = "<s>") -> Tokenizer:
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{begin} $A", special_tokens=[(begin, backend.token_to_id(begin))]
-    )
+    special = [(begin, backend.token_to_id(begin))]
+    backend.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=special)
     return backend

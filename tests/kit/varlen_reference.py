@@ -52,9 +52,8 @@ def plain_gradients(family: str) -> dict[str, Tensor]:
 def packed_gradients(decoder: Decoder, batch: MicroBatch) -> dict[str, Tensor]:
     """Return the same gradients of a decoder. batch: on the decoder's device."""
     decoder.zero_grad()
-    logits_BSV = decoder(
-        batch.input_ids_BS, batch.position_ids_BS, lengths=batch.lengths, is_padding=is_padding_BS(batch)
-    )
+    options = {"lengths": batch.lengths, "is_padding": is_padding_BS(batch)}
+    logits_BSV = decoder(batch.input_ids_BS, batch.position_ids_BS, **options)
     slopes_VV = slopes(decoder.vocabulary_rows).to(logits_BSV)
     weighted_BSV = logits_BSV * slopes_VV[batch.input_ids_BS] * ~is_padding_BS(batch)[..., None]
     weighted_BSV.sum().backward()

@@ -65,13 +65,10 @@ class Student:
         assert completion.ids_N.dtype == completion.versions_N.dtype == np.int32
         for version in set(completion.versions_N.tolist()):
             logits_NV = self.models[version](ids_S[None])[0, len(request.prompt_ids) - 1 : -1].double()
-            exact_N = (
-                (logits_NV / temperature).log_softmax(-1).gather(1, ids_S[len(request.prompt_ids) :, None])[:, 0]
-            )
+            exact_N = (logits_NV / temperature).log_softmax(-1).gather(1, ids_S[-len(logits_NV) :, None])[:, 0]
             is_version_N = completion.versions_N == version
-            np.testing.assert_allclose(
-                completion.log_probs_N[is_version_N], exact_N.numpy()[is_version_N], atol=5e-5, rtol=0
-            )
+            actual_N, expected_N = completion.log_probs_N[is_version_N], exact_N.numpy()[is_version_N]
+            np.testing.assert_allclose(actual_N, expected_N, atol=5e-5, rtol=0)
         assert count is None or len(completion.ids_N) == count
 
     def assert_all_written(

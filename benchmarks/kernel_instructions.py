@@ -1,7 +1,7 @@
 """Compiles the objective's kernels for an H100 or H200, without one, and counts their instructions.
 
-    python -m kit.kernel_instructions      prints, as JSON, for each kernel: instructions per element, registers, and
-                                           bytes of the stack
+    python -m benchmarks.kernel_instructions      prints, as JSON, for each kernel: instructions per element,
+                                                  registers, and bytes of the stack
 
 Every kernel is compiled as the host code launches it: its launch is recorded. The counts come from the disassembly
 that Triton's package contains.
@@ -56,12 +56,7 @@ def counts(recorded: Recorded) -> dict[str, float]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        code, usage = (
-            subprocess.run(
-                [TOOLS / "cuobjdump", option, file.name], capture_output=True, text=True, check=True
-            ).stdout
-            for option in ("-sass", "-res-usage")
-        )
+        code, usage = (disassembly(option, file.name) for option in ("-sass", "-res-usage"))
     instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+[^;]+;", code)
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
     elements = constants["BLOCK"] / (32 * warps)
@@ -80,8 +75,7 @@ def type_name(argument: Any) -> str:
 
 
 def main() -> None:
-    result = {}
-    recorded = {}
+    result, recorded = {}, {}
     for name in ("raw_sums_kernel", "normalized_sums_kernel", "gradient_kernel"):
         recorded[name] = Recorded(getattr(triton_kernels, name))
         setattr(triton_kernels, name, recorded[name])
