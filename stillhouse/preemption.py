@@ -8,7 +8,8 @@ The command line handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 (`handling`):
 
 Ctrl-C may also end the process that reads the output (`tee`), so that writing the output fails. The run still writes
 its checkpoint in this case (`surviving_lost_reader`). A function of the user (such as a reward) that does not return
-soon after a signal is interrupted (`interruptible`); a warning names each one that has run for a minute.
+soon after a signal within `finishing` is interrupted (`interruptible`). A warning names each function of the user
+that has run for a minute, also without a signal. The line that reports a signal names the function that is running.
 
 The exit code is 128 + the signal's number; only a server that has answered all requests ends with 0. A thread reads
 the signals, because Python runs signal handlers only in the main thread, which may be waiting in a collective that
@@ -35,7 +36,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 #: `srun` signal every process of a job step, and torchrun also forwards its own signal to its processes
 REPEATED_SECONDS = 1.0
 
-#: if writing the output fails, the run waits this many seconds for a signal that has also ended the output's reader
+#: Ctrl-C in a terminal ends the process that reads a run's output, and also signals the run. If writing the output
+#: fails, the run waits this many seconds for the signal
 SECONDS_OF_LOST_READER = 2.0
 #: after a signal, the user's functions may run for this many seconds in total; then the running function is
 #: interrupted. If it has not returned after as many more seconds, the process ends without a checkpoint
@@ -79,7 +81,7 @@ class OverdueError(BaseException):
 
 
 @contextmanager
-def handling(message: Callable[[int], str], *, ends_process: bool) -> Iterator[None]:
+def handling(message: Callable[[int], str], *, ends_process: bool = False) -> Iterator[None]:
     """Handle signals until the block ends. Only the main thread can install handlers; in another thread, this does
     nothing.
 
@@ -125,7 +127,7 @@ def finishing(what: str) -> Iterator[None]:
         listener.finishing = None
 
 
-def interruptible(what: str, work: Callable[[], T], about: str, advice: str) -> T:
+def interruptible(what: str, work: Callable[[], T], about: str = "", advice: str = "") -> T:
     """Call `work`, a function of the user that may never return.
 
     Within `finishing`, OverdueError is raised inside `work` `SECONDS_TO_RETURN` after a signal. If `work` has not
@@ -153,7 +155,10 @@ def interruptible(what: str, work: Callable[[], T], about: str, advice: str) -> 
 
 @contextmanager
 def surviving_lost_reader() -> Iterator[None]:
-    """Ignore a failed write to the output if a signal has arrived or arrives within `SECONDS_OF_LOST_READER`."""
+    """Ignore a failed write to the output if a signal has arrived or arrives within `SECONDS_OF_LOST_READER`.
+
+    The signal may end the process that reads the output, such as `tee`, before this process receives it.
+    """
     try:
         yield
     except OSError as error:
@@ -196,7 +201,7 @@ class _Listener:
         """Record that a signal has arrived. The main thread runs this handler as soon as it executes Python code."""
         self.has_arrived = True
         if self._function is not None:
-            signal.setitimer(signal.ITIMER_VIRTUAL, _YIELD_SECONDS, _YIELD_SECONDS)
+            _set_timer(_YIELD_SECONDS)
 
     def enter(self, function: str, late: str) -> None:
         """Record that a function of the user begins. Raises OverdueError if `SECONDS_TO_RETURN` are already used up.
@@ -207,14 +212,13 @@ class _Listener:
             raise OverdueError(f"{function} was not called after a signal")
         self._is_interrupted, self._entered_at, self._late = False, time.monotonic(), late
         self._function = function
-        seconds = _YIELD_SECONDS if self.has_arrived else SECONDS_BETWEEN_LOOKS
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
+        _set_timer(_YIELD_SECONDS if self.has_arrived else SECONDS_BETWEEN_LOOKS)
 
     def leave(self) -> None:
         function, self._function = self._function, None
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        _set_timer(0)
         if self.received and function is not None:
-            self._spent += time.monotonic() - max(self._entered_at, self._received_at)
+            self._spent += self._since_signal()
 
     def interrupt(self, *_: object) -> None:
         """Handle `_INTERRUPT` in the main thread: raise OverdueError in the function of the user that is running."""
@@ -239,7 +243,7 @@ class _Listener:
         while True:
             function = self._function
             if self.received and function is not None:
-                spent = self._spent + time.monotonic() - max(self._entered_at, self._received_at)
+                spent = self._spent + self._since_signal()
                 if spent > 2 * SECONDS_TO_RETURN:  # the interruption has had no effect
                     line = f"{function} does not return; {self._message(self.received)}"
                     end_process(128 + self.received, line if _is_rank_0() else None)
@@ -269,6 +273,9 @@ class _Listener:
                     if number in SIGNALS:
                         self._receive(number)
 
+    def _since_signal(self) -> float:
+        return time.monotonic() - max(self._entered_at, self._received_at)
+
     def _receive(self, number: int) -> None:
         now, finishing = time.monotonic(), self.finishing
         if self.received and "RANK" in os.environ and now - self._received_at <= REPEATED_SECONDS:
@@ -287,6 +294,10 @@ class _Listener:
             running = "" if function is None else f"; {function} is running"
             print_line(f"{name}: finishing {finishing}; a second signal ends the run at once{running}")
         self.noted.set()
+
+
+def _set_timer(seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
 
 
 def _is_rank_0() -> bool:

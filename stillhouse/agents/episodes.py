@@ -8,7 +8,7 @@ without lost processes. Tools (`rollout.tools`) are functions, and methods of cl
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -69,19 +69,17 @@ def checked_text(environment: UserFunction, value: Any, about: str) -> str | Non
     return reply
 
 
-@dataclass(eq=False)
 class Episodes:
     """The objects of samples in this process. name: the key and the user's class, for error messages.
 
     have_state: whether the objects depend on earlier turns. If not, each turn has a new object, which does not get
         the earlier turns again: the calls in these turns could hang again, or give other replies at another time.
-    objects: by the number of the sample, the object, and the number of turns that the object has received.
     """
 
-    name: str
-    start: Start
-    have_state: bool = True
-    objects: "dict[int, tuple[UserObject | _SampleTools, int]]" = field(default_factory=dict)
+    def __init__(self, name: str, start: Start, *, have_state: bool = True):
+        self._name, self._start, self._have_state = name, start, have_state
+        #: by the number of the sample: the object, and the number of turns that the object has received
+        self._objects: dict[int, tuple[UserObject | _SampleTools, int]] = {}
 
     def __call__(self, prompt: str, completion: str, record: Mapping[str, Any], source: str, episode: Episode) -> Any:
         """The reply to the last turn of an episode, or the reward of the sample.
@@ -89,54 +87,61 @@ class Episodes:
         Raises UserFunctionError if a method fails, or if the reply to an earlier turn differs from its first reply.
         """
         about, turns = about_completion(completion, source), episode.turns
-        if not self.have_state:
-            return self.start(prompt, copied_record(record, source), about).step(turns[-1], about) if turns else None
-        kept, got = self.objects.pop(episode.number, (None, 0))
+        if not self._have_state:
+            return self._start(prompt, copied_record(record, source), about).step(turns[-1], about) if turns else None
+        kept, got = self._objects.pop(episode.number, (None, 0))
         if episode.has_ended:
             if kept is not None:
                 kept.close(about)
             return None
         most = len(turns) if episode.wants_reward else len(turns) - 1
         if kept is None or not len(episode.replies) <= got <= most:
-            kept, got = self.start(prompt, copied_record(record, source), about), 0
+            kept, got = self._start(prompt, copied_record(record, source), about), 0
         reply: str | list[str] | None = None
         for number in range(got, len(turns)):
             reply = kept.step(turns[number], about)
             if number < len(episode.replies) and reply != (before := episode.replies[number]):
                 raise UserFunctionError(
-                    f"{self.name} replies {shown(reply)} to a turn after it was started again, and replied "
+                    f"{self._name} replies {shown(reply)} to a turn after it was started again, and replied "
                     f"{shown(before)} before{about}: expected an environment that depends only on its arguments"
                 )
-        self.objects[episode.number] = kept, len(turns)
+        self._objects[episode.number] = kept, len(turns)
         return kept.reward(about) if episode.wants_reward else reply
 
 
 class UserObject:
-    """An object of the user's class `of`, which was made and reset for a sample. Raises UserFunctionError if this
-    fails. about: a text for error messages, which names the completion.
+    """An object of a user's class, which was made and reset for a sample.
+
+    of: the user's class.
+    about: a text for error messages, which names the completion.
+
+    Raises UserFunctionError if the object cannot be made or reset.
     """
 
     def __init__(self, of: UserFunction, prompt: str, record: Mapping[str, Any], about: str):
-        self.of, self.made = of, of(about=about)
-        value = method_of(of, self.made, "reset")(prompt, record, about=about)
+        self.of, self._made = of, of(about=about)
+        value = self.method("reset")(prompt, record, about=about)
         if value is not None:
             raise UserFunctionError(
                 f"{of}.reset gives {shown(value)}{about}: expected None, because the prompt comes from the data"
             )
 
+    def method(self, name: str) -> UserFunction:
+        return method_of(self.of, self._made, name)
+
     def step(self, turn: str, about: str) -> str | None:
         """The reply to a turn."""
-        return checked_text(self.of, method_of(self.of, self.made, "step")(turn, about=about), about)
+        return checked_text(self.of, self.method("step")(turn, about=about), about)
 
     def reward(self, about: str) -> float:
         """The reward of the sample, after its last turn."""
-        method = method_of(self.of, self.made, REWARD_METHOD)
+        method = self.method(REWARD_METHOD)
         return checked_number(method, method(about=about), about)
 
     def close(self, about: str) -> None:
         """End the object after its sample has ended: call the method close, if the class has one."""
-        if hasattr(self.made, "close"):
-            method_of(self.of, self.made, "close")(about=about)
+        if hasattr(self._made, "close"):
+            self.method("close")(about=about)
 
 
 class Tools:
@@ -146,6 +151,7 @@ class Tools:
         reset, close, and a method reward without arguments.
     hint: returns a text that the error adds if the module of a path does not exist.
     is_limited: whether the process has a limit of memory. A tool's MemoryError is then raised, and is no reply.
+
     Raises ValueError for a path that cannot be imported or is not a tool, and for two tools with the same name.
     """
 
@@ -181,8 +187,8 @@ class Tools:
         functions, objects = dict(self.functions), list[UserObject]()
         for of in self.classes:
             objects.append(UserObject(of, prompt, record, about))
-            functions |= {name: method_of(of, objects[-1].made, name) for name in _tool_names(of)}
-        return _SampleTools(functions, objects, self._is_limited)
+            functions |= {name: objects[-1].method(name) for name in _tool_names(of)}
+        return _SampleTools(functions, objects, is_limited=self._is_limited)
 
     def _add(self, name: str, described: Callable[..., Any], path: str) -> None:
         if name in self.described:
@@ -191,27 +197,25 @@ class Tools:
         self.described[name] = described
 
 
-@dataclass(frozen=True)
 class _SampleTools:
     """The tools of a sample, with the methods of a `UserObject`."""
 
-    functions: Mapping[str, UserFunction]
-    objects: Sequence[UserObject]
-    is_limited: bool
+    def __init__(self, functions: Mapping[str, UserFunction], objects: Sequence[UserObject], *, is_limited: bool):
+        self._functions, self._objects, self._is_limited = functions, objects, is_limited
 
     def step(self, turn: Sequence[MadeCall], about: str) -> list[str]:
         """The texts of the replies to the calls of a turn, in their order."""
         return [
-            f"{ERROR}{problem}" if problem else self._reply(self.functions[name], arguments, about)
+            f"{ERROR}{problem}" if problem else self._reply(self._functions[name], arguments, about)
             for name, arguments, problem in turn
         ]
 
     def reward(self, about: str) -> float:
-        (rewarded,) = (made for made in self.objects if gives_reward(made.of))
+        (rewarded,) = (made for made in self._objects if gives_reward(made.of))
         return rewarded.reward(about)
 
     def close(self, about: str) -> None:
-        for made in self.objects:
+        for made in self._objects:
             made.close(about)
 
     def _reply(self, tool: UserFunction, arguments: Mapping[str, Any], about: str) -> str:
@@ -225,7 +229,7 @@ class _SampleTools:
             reply: str = replace(tool, function=call)(about=about)
         except ValueError as error:
             cause = error.__cause__
-            if cause is None or (self.is_limited and isinstance(cause, MemoryError)):
+            if cause is None or (self._is_limited and isinstance(cause, MemoryError)):
                 raise
             reply = f"{ERROR}{in_words(cause)}"
         return reply.encode(errors="replace").decode()  # JSON of the model can contain half of a surrogate pair

@@ -48,12 +48,15 @@ class TextReplies(TurnReplies):
         super().__init__(calls, tokenizer)
         self._placeholders = placeholders
         self._prompt, self._warn = prompt.strip(), warn
+        self._special = special_ids(tokenizer)
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         return self._calls.request(sample.arguments, self._episode(sample))
 
     def reply(self, sample: SampleTurns, future: Future[Any], most: int) -> Reply | None:
-
+        """Return the reply (see `TurnReplies`). Warns if a reply to a complete turn of a conversation does not begin
+        a new turn of the student.
+        """
         if not (text := future.result()):
             return None
         is_complete = int(sample.turns[-1][-1]) in self._special
@@ -77,8 +80,10 @@ class TextReplies(TurnReplies):
 class MessageReplies(TurnReplies):
     """The texts of an environment as turns of the chat template (`rollout.reply`).
 
-    A turn that gets a reply ends with the template's end marker, or with a text of `rollout.stop` if it `has_stops`.
-    If a turn ends with another end-of-sequence token, the sample ends.
+    A turn that gets a reply ends with the template's end marker, or with a text of `rollout.stop`. If a turn ends
+    with another end-of-sequence token, the sample ends.
+
+    has_stops: whether `rollout.stop` has texts.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class MessageReplies(TurnReplies):
     ):
         super().__init__(calls, reply_format.tokenizer)
         self._format, self._placeholders, self._has_stops = reply_format, placeholders, has_stops
+        self._special = special_ids(reply_format.tokenizer)
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         last = int(sample.turns[-1][-1])
@@ -127,6 +133,7 @@ class ToolReplies(TurnReplies):
         super().__init__(calls, tool_format.tokenizer)
         self._format, self._most_tokens = tool_format, most_tokens
         self._have_state, self._warn = have_state, warn
+        self._special = special_ids(tool_format.tokenizer)
 
     def request(self, sample: SampleTurns) -> Future[Any] | None:
         if not self._tool_calls(sample.turns[-1]):
@@ -173,6 +180,11 @@ class ToolReplies(TurnReplies):
         return text[:kept] + _CUT
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The ids of the special tokens of a tokenizer, such as the tokens that end a turn."""
+    return {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 def beginning(ids_of: Callable[[str], Sequence[int]], text: str, most: int) -> str:
     """Return a text or, if it is long, a beginning with more than `most` tokens. So a long text need not be tokenized
     completely. ids_of: returns the tokens of a text.
@@ -185,7 +197,12 @@ def beginning(ids_of: Callable[[str], Sequence[int]], text: str, most: int) -> s
 
 
 def _text_reply(text: str, ids: Sequence[int], placeholders: Sequence[int]) -> Reply:
-    """The reply of an environment. Raises UserFunctionError if it has one of the placeholder tokens of media."""
+    """The reply of an environment.
+
+    placeholders: the ids of the placeholder tokens of media.
+
+    Raises UserFunctionError for a reply with a placeholder token.
+    """
     if not set(placeholders).isdisjoint(ids):
         raise UserFunctionError(
             f"rollout.environment: the reply {text[:80]!r} has the placeholder token of {MEDIUM}: expected text, "

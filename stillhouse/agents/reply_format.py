@@ -59,8 +59,12 @@ class OrdinaryText:
         return ids + self.template_ids(text[end:])
 
     def ids_within(self, write: Callable[[Sequence[str]], str], replies: Sequence[str]) -> list[int]:
-        """The tokens of the text `write(replies)` of the chat template, which contains the replies. In the replies,
-        added tokens become ordinary text. Raises ValueError if a reply would still have an added token.
+        """The tokens of a text of the chat template that contains replies. In the replies, added tokens become
+        ordinary text.
+
+        write: gets replies, and returns the text of the template that contains these replies.
+
+        Raises ValueError if a reply would still have an added token.
         """
         salt = f"{ANCHOR}Text"
         while any(salt in reply for reply in replies):
@@ -76,8 +80,7 @@ class OrdinaryText:
         for number, piece in enumerate(re.split(f"{salt}([0-9]+)z", written)):
             ids += self._without_token(texts[int(piece)]) if number % 2 else self.template_ids(piece)
         short_ids = self.template_ids(write(["a"] * len(replies)))
-        added, expected = ([index for index in some if index in self._added_ids] for some in (ids, short_ids))
-        if added != expected:
+        if self._added_among(ids) != self._added_among(short_ids):
             raise ValueError(
                 f"{self.key}: the reply {replies[0][:80]!r} contains special tokens of the tokenizer that cannot be "
                 "tokenized as ordinary text"
@@ -87,9 +90,12 @@ class OrdinaryText:
     def _without_token(self, added: str) -> list[int]:
         for pieces in ([added[:1], added[1:]], list(added)):
             ids = [index for piece in pieces for index in self.template_ids(piece)]
-            if self._added_ids.isdisjoint(ids):
+            if not self._added_among(ids):
                 return ids
         raise ValueError(f"{self.key}: a reply has the token {added!r}, which cannot be tokenized as ordinary text")
+
+    def _added_among(self, ids: Sequence[int]) -> list[int]:
+        return [index for index in ids if index in self._added_ids]
 
 
 class TurnFormat:
@@ -97,6 +103,9 @@ class TurnFormat:
 
     processor: see `ChatTemplate`.
     turns: a question, a turn of the assistant with the anchor, and a reply to this turn.
+    tools: the tools of the conversation.
+
+    Attributes:
     text: tokenizes the texts of replies.
     marker_id: the special token with which the template ends a turn. If the template writes nothing after the last
         turn (GLM), `marker_id` is the header token with which the reply begins.
@@ -160,7 +169,9 @@ class TurnFormat:
 
 
 class ReplyFormat(TurnFormat):
-    """Writes replies of the role `user` or `tool` after turns of the assistant. processor: see `ChatTemplate`.
+    """Writes replies of the role `user` or `tool` after turns of the assistant.
+
+    processor: see `ChatTemplate`.
 
     Raises ValueError unless the following is proven. After a turn of the assistant, the template writes its end
     marker, and then a text that contains the unchanged reply and ends with the generation prompt. This text is the
@@ -210,7 +221,8 @@ class ReplyFormat(TurnFormat):
                 )
 
     def reply_ids(self, reply: str, *, ends: bool = False) -> list[int]:
-        """The tokens between the end of a turn of the assistant and its next turn.
+        """The tokens between the end of a turn of the assistant and its next turn. Added tokens of the tokenizer in
+        the reply become ordinary text.
 
         ends: whether the tokens begin with the turn's end marker, because the model has not generated the marker.
         """

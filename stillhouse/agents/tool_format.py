@@ -30,7 +30,10 @@ _THOUGHTS: dict[str, Any] = {"reasoning_content": {"open": "<think>", "close": "
 
 
 def _format(opening: str, thoughts: Mapping[str, Any] = _THOUGHTS, **calls: Any) -> tuple[str, dict[str, Any]]:
-    """Return the text with which calls begin, and the response template. calls: entries of its field `tool_calls`."""
+    """Return the text with which calls begin, and the response template.
+
+    calls: additional entries of the template's field `tool_calls`.
+    """
     tool_calls = {"repeats": True, "content": "json", "transform": _CALL} | calls
     fields = {**thoughts, "tool_calls": tool_calls, "content": {"content": "text"}}
     # the prefix that the parser gets is only the generation prompt, so the parser needs no anchor to find the turn
@@ -115,7 +118,10 @@ class ToolCall:
 
 
 class ToolFormat(TurnFormat):
-    """How a tokenizer's chat template writes calls of tools and replies to them. processor: see `ChatTemplate`.
+    """How a tokenizer's chat template writes calls of tools and replies to them.
+
+    schemas: the schemas of the tools.
+    processor: see `ChatTemplate`.
 
     Raises ValueError if no format parses the calls that the template writes as the same calls, if the template does
     not write a reply after the turn, or if it writes the turn differently when a reply follows.
@@ -152,23 +158,15 @@ class ToolFormat(TurnFormat):
             self._prove_ids(messages, self.schemas, self.reply_ids(names, replies))
 
     def calls(self, turn: str) -> list[ToolCall]:
-        """The calls in the text of a turn without its end marker. The problem of a call is a text for the model."""
+        """The calls in a turn of the model. The problem of a call is a text for the model.
+
+        turn: the text of the turn without its end marker.
+        """
         try:
             message = parse_response(turn, self._parsed_by, prefix=self.prompt, tools=self.schemas)
         except _UNPARSED as error:
             return [ToolCall(UNKNOWN, {}, f"the call cannot be parsed ({first_line(error)})")]
-        calls: list[ToolCall] = []
-        for call in message.get("tool_calls", []):
-            function = _bare(call.get("function")) if isinstance(call, dict) else None
-            if not isinstance(function, dict) or not isinstance(name := function["name"], str):
-                calls.append(ToolCall(UNKNOWN, {}, "the call has no name of a tool"))
-            elif name not in self.names:
-                problem = f"there is no tool {name[:80]!r}: expected {', '.join(self.names)}"
-                calls.append(ToolCall(UNKNOWN, {}, problem))
-            elif not isinstance(function["arguments"], dict):
-                calls.append(ToolCall(name, {}, "the arguments of the call are no JSON object"))
-            else:
-                calls.append(ToolCall(name, function["arguments"]))
+        calls = [self._checked(call) for call in message.get("tool_calls", [])]
         if not calls and self._opening in turn.rpartition("</think>")[2]:
             return [ToolCall(UNKNOWN, {}, "the call cannot be parsed")]
         if len(calls) > 1 and not self.has_several:
@@ -176,7 +174,11 @@ class ToolFormat(TurnFormat):
         return calls
 
     def reply_ids(self, names: Sequence[str], replies: Sequence[str], *, ends: bool = False) -> list[int]:
-        """The tokens between a turn that calls the tools `names` and the next turn (see `ReplyFormat`)."""
+        """The tokens between the end of a turn and the beginning of the next turn (see `ReplyFormat`).
+
+        names: the names of the tools that the turn calls.
+        replies: the texts of the tools' replies.
+        """
         ids = self.text.ids_within(lambda texts: self._suffix(_replied(names, texts), self.schemas), replies)
         return [self.marker_id, *ids] if ends else ids
 
@@ -216,6 +218,16 @@ class ToolFormat(TurnFormat):
         except _UNPARSED as error:
             parsed = first_line(error)
         return f"writes {str(expected)[:100]} as {turn[-100:]!r}, which is parsed as {parsed!r:.60}"
+
+    def _checked(self, call: Any) -> ToolCall:
+        function = _bare(call.get("function")) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(name := function["name"], str):
+            return ToolCall(UNKNOWN, {}, "the call has no name of a tool")
+        if name not in self.names:
+            return ToolCall(UNKNOWN, {}, f"there is no tool {name[:80]!r}: expected {', '.join(self.names)}")
+        if not isinstance(function["arguments"], dict):
+            return ToolCall(name, {}, "the arguments of the call are no JSON object")
+        return ToolCall(name, function["arguments"])
 
 
 def _calling(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:

@@ -147,28 +147,7 @@ def candidates(folder: RunFolder, resume: str, values: Mapping[str, Any]) -> lis
             raise ValueError(f"out: {folder.path} is not empty and checkpoint.resume is never; choose another folder")
         _require_same_run(folder.path, values)
     newest_first = checkpoints(folder.checkpoints)[::-1]
-    if resume in ("auto", "never"):
-        return newest_first
-    path, newest, start = Path(resume), next(iter(newest_first), None), None
-    for readable in newest_first:
-        with suppress(DamagedCheckpointError):  # `open_checkpoint` reports the damage
-            start = read_state(readable).progress.started_from
-            break
-    # the run's own newest checkpoint, or the checkpoint from which the run started
-    if newest is not None and path.resolve() in (newest.resolve(), None if start is None else Path(start)):
-        return newest_first
-    if not (path / STATE).is_file():
-        raise ConfigError(
-            "checkpoint.resume",
-            f"{path} is not a checkpoint; expected auto, never or <run>/checkpoints/step-<number>",
-        )
-    if newest is None:
-        return [path]
-    raise ConfigError(
-        "checkpoint.resume",
-        f"got {path}, but out already contains this run's own checkpoint {newest}; checkpoint.resume=auto continues "
-        "from the run's own checkpoint, and a run with a new folder as out starts from the checkpoint that you named",
-    )
+    return newest_first if resume in ("auto", "never") else _named_checkpoint(Path(resume), newest_first)
 
 
 def open_checkpoint(
@@ -312,6 +291,34 @@ def _with_items(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             items[key] = value
     return items
+
+
+def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
+    """Return the checkpoints from which the run may resume if `checkpoint.resume` is `path`.
+
+    For a new run, this is only the checkpoint at `path`. If `path` is the run's newest checkpoint, or if the run
+    started from `path`, all checkpoints of the run are returned. state.json has the path of the checkpoint from which
+    the run started.
+    """
+    newest, start = next(iter(newest_first), None), None
+    for readable in newest_first:
+        with suppress(DamagedCheckpointError):  # `open_checkpoint` reports the damage
+            start = read_state(readable).progress.started_from
+            break
+    if newest is not None and path.resolve() in (newest.resolve(), None if start is None else Path(start)):
+        return newest_first
+    if not (path / STATE).is_file():
+        raise ConfigError(
+            "checkpoint.resume",
+            f"{path} is not a checkpoint; expected auto, never or <run>/checkpoints/step-<number>",
+        )
+    if newest is None:
+        return [path]
+    raise ConfigError(
+        "checkpoint.resume",
+        f"got {path}, but out already contains this run's own checkpoint {newest}; checkpoint.resume=auto continues "
+        "from the run's own checkpoint, and a run with a new folder as out starts from the checkpoint that you named",
+    )
 
 
 class _Writer(BaseModel):

@@ -154,7 +154,7 @@ def check_texts(documents: Documents, processor: MediaProcessor) -> None:
         if len(without := owners[counts_D[owners] == 0]):
             raise DataError(
                 documents.sources[int(without[0])],
-                "its text has a placeholder token of images, but there is no image",
+                f"its text has a placeholder token of {MEDIA}, but there is no image",
             )
 
 

@@ -5,7 +5,7 @@
 B rows, S columns per row (the length of the longest row), T = B·S.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, overload
@@ -13,7 +13,6 @@ from typing import Any, overload
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stillhouse.data.media import DocumentMedia
 from stillhouse.document_lengths import DocumentLengths
@@ -99,6 +98,11 @@ class MicroBatch:
         return (self.document_T < 0).view(self.shape_BS)
 
     @property
+    def valid_tokens(self) -> int:
+        """The number of rows with a non-zero weight, known without waiting for the device."""
+        return len(self.valid_index)
+
+    @property
     def as_read_by_teacher(self) -> "MicroBatch":
         """This micro-batch with the teacher's inputs in place of the student's."""
         if self.teacher_inputs is None:
@@ -178,23 +182,10 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """This micro-batch on another device, with the lengths of its documents. A CUDA device gets all tensors in
-        one asynchronous copy from pinned memory.
-        """
-        values, structure = tree_flatten(vars(self.with_lengths()))
-        tensors = {id(value): value for value in values if isinstance(value, Tensor)}
-        if torch.device(device).type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors.values()):
-            moved = {key: tensor.to(device) for key, tensor in tensors.items()}
-        else:
-            ends = list(accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()))
-            starts = [0, *ends[:-1]]
-            buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
-            for start, tensor in zip(starts, tensors.values(), strict=True):
-                buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            buffer, moved = buffer.to(device, non_blocking=True), {}
-            for start, (key, tensor) in zip(starts, tensors.items(), strict=True):
-                moved[key] = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return MicroBatch(**tree_unflatten([moved.get(id(value), value) for value in values], structure))
+        """This micro-batch on another device, with the lengths of its documents."""
+        values = vars(self.with_lengths())
+        moved = _copies(_tensors(values.values()), torch.device(device))
+        return replace(self, **{name: _replaced(value, moved) for name, value in values.items()})
 
     def _select_inputs(self, inputs: Mapping[str, Tensor], index_BS: Tensor) -> dict[str, Tensor]:
         chosen = dict(inputs)
@@ -217,6 +208,46 @@ def take(values_T: Tensor, index_T: Tensor, padding: float = 0) -> Tensor:
     taken_T = values_T[index_T.clamp(min=0)]
     is_padding_T = (index_T < 0).view(-1, *[1] * (values_T.dim() - 1))
     return taken_T.masked_fill(is_padding_T, padding)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(value.values())
+    elif isinstance(value, Iterable):
+        for member in value:
+            yield from _tensors(member)
+
+
+def _replaced(value: Any, moved: Mapping[int, Tensor]) -> Any:
+    """The value with new tensors. moved: the new tensors, by the `id` of the tensors that they replace."""
+    if isinstance(value, Mapping):
+        return {name: moved[id(tensor)] for name, tensor in value.items()}
+    if isinstance(value, DocumentLengths):
+        return DocumentLengths(*(_replaced(member, moved) for member in value))
+    return moved[id(value)] if isinstance(value, Tensor) else value
+
+
+def _copies(tensors: Iterable[Tensor], device: torch.device) -> dict[int, Tensor]:
+    """The tensors on a device, by the `id` of the original tensor. A CUDA device gets all tensors in one asynchronous
+    copy from pinned memory.
+    """
+    by_id = {id(tensor): tensor for tensor in tensors}
+    if device.type != "cuda" or not all(tensor.device.type == "cpu" for tensor in by_id.values()):
+        return {key: tensor.to(device) for key, tensor in by_id.items()}
+    ends = list(accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in by_id.values()))
+
+    def views(buffer: Tensor) -> list[Tensor]:
+        return [
+            buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip([0, *ends], by_id.values(), strict=False)
+        ]
+
+    buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    for value, tensor in zip(views(buffer), by_id.values(), strict=True):
+        value.copy_(tensor)
+    return dict(zip(by_id, views(buffer.to(device, non_blocking=True)), strict=True))
 
 
 class StepMicroBatches(Sequence[MicroBatch]):
@@ -253,7 +284,7 @@ class StepMicroBatches(Sequence[MicroBatch]):
 
     @property
     def targets(self) -> int:
-        return sum(len(micro_batch.valid_index) for micro_batch in self._micro_batches)
+        return sum(micro_batch.valid_tokens for micro_batch in self._micro_batches)
 
     @property
     def normalizer(self) -> int:

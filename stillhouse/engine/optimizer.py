@@ -64,20 +64,21 @@ def weight_kinds(models: Iterable[nn.Module]) -> dict[nn.Parameter, WeightKind]:
     kinds: dict[nn.Parameter, WeightKind] = {}
     for module in (module for model in models for module in model.modules()):
         for name, parameter in module.named_parameters(recurse=False):
-            # families define their own norm classes, and some norms have a vector for each head (Cohere)
-            is_norm = _NORM.fullmatch(type(module).__name__) is not None
-            if kinds.get(parameter) == "table":  # a tied head has the embedding's weight, which is a table
-                continue
-            if parameter.dim() < 2 or is_norm or _VECTOR.fullmatch(name):
-                kinds[parameter] = "vector"
-            elif isinstance(module, nn.Embedding | _ConvNd):
-                kinds[parameter] = "table"
-            elif _MATRIX.fullmatch(name):
-                kinds[parameter] = "matrix"
-            else:
-                kinds[parameter] = "vector" if parameter.numel() == max(parameter.shape) else "table"
+            if kinds.get(parameter) != "table":  # a tied head has the embedding's weight, which is a table
+                kinds[parameter] = _kind(module, name, parameter)
     heads = [model.output_weight for model in models if isinstance(model, Decoder) and model.has_head]
     return kinds | {weight: "table" for weight in heads if isinstance(weight, nn.Parameter)}
+
+
+def _kind(module: nn.Module, name: str, parameter: Tensor) -> WeightKind:
+    # families define their own norm classes, and some norms have a vector for each head (Cohere)
+    if parameter.dim() < 2 or _NORM.fullmatch(type(module).__name__) or _VECTOR.fullmatch(name):
+        return "vector"
+    if isinstance(module, nn.Embedding | _ConvNd):
+        return "table"
+    if _MATRIX.fullmatch(name):
+        return "matrix"
+    return "vector" if parameter.numel() == max(parameter.shape) else "table"
 
 
 def stacked_vectors(models: Iterable[nn.Module]) -> list[str]:

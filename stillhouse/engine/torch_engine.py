@@ -4,7 +4,7 @@
 a tensor, as a DTensor.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -103,67 +103,38 @@ class TorchState:
 
     def read(self, folder: Path, without_moments: Sequence[str]) -> None:
         """Read the state from a folder in place. without_moments: the parameters without moments in the folder."""
-        stored, trained = stored_tensors(folder), self._trained()
+        stored = stored_tensors(folder)
         self.optimizer.state.clear()
-        for name, parameter in trained.items():
+        for name, parameter in self._trained().items():
             if name not in without_moments:  # DCP reads into these zeros
                 self.optimizer.state[parameter] = empty_state(self.optimizer, parameter)
         updated = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         assert self.optimizer.state.keys() <= updated, "the optimizer has weights that FSDP gathered, not shards"
-        tensors = self.tensors()
-        wanted = {name: value for name, value in tensors.items() if not name.startswith(RANDOM)}
+        wanted = self.student_weights() | self._moments() | self._averages()
         require_fit(folder.parent, stored, wanted, is_complete=self.runner.layout.stages == 1)
         # a random state is absent if the checkpoint was written on another type of device, or by fewer ranks
-        random = {name: value for name, value in tensors.items() if name.startswith(RANDOM) and name in stored}
-        read_in_place(folder, wanted | random)
-        # DCP has read into these tensors, but not into the second copies of tied weights, averages and moments
-        for name, value in ({} if self.average is None else self.average.tensors).items():
-            first = wanted[f"{AVERAGE}{self.runner.shared_name(name)}"]
-            if value is not first:
-                local(value).copy_(local(first))
-        for name, parameter in self.runner.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            first = trained[self.runner.shared_name(name)]
-            if parameter is not first:
-                local(parameter.detach()).copy_(local(first.detach()))
-                if first in self.optimizer.state:
-                    moments = self.optimizer.state[first]
-                    self.optimizer.state[parameter] = {key: moment.clone() for key, moment in moments.items()}
-        for name, value in random.items():
-            if name.startswith(f"{RANDOM}cpu"):
-                torch.set_rng_state(value)
-            else:
-                torch.cuda.set_rng_state(value, self.runner.device)
+        tensors = wanted | {name: value for name, value in self._random_states().items() if name in stored}
+        read_in_place(folder, tensors)
+        self._restore(tensors)
 
     def tensors(self) -> dict[str, Any]:
-        """Return this rank's tensors, which may be shards, by name (see `state_folder.py`).
+        """Return this rank's tensors, which may be shards, by name (see `state_folder.py`)."""
+        return self.student_weights() | self._random_states() | self._averages() | self._moments()
 
-        A tied head has the embedding's name, and the average and the moments of its first copy. If the student has an
-        adapter, frozen parameters and the scales of quantized ones are omitted, because the base model's files have
-        them. The name of a scale begins with the name of its weight.
+    def student_weights(self) -> dict[str, Any]:
+        """Return this rank's parameters and buffers of the student. A tied head has the embedding's name.
 
-        The names of random states contain the first rank of this tensor-parallel group, so that all its ranks load
-        the same state: dropout must drop the same elements of the hidden states that these ranks replicate.
+        If the student has an adapter, frozen parameters and the scales of quantized ones are omitted, because the
+        base model's files have them. The name of a scale begins with the name of its weight.
         """
-        runner, tensors = self.runner, dict[str, Any]()
-        for student in runner.decoders:
+        weights: dict[str, Any] = {}
+        for student in self.runner.decoders:
             named = () if student.lora is None else student.named_parameters()
             frozen = {name for name, parameter in named if not parameter.requires_grad}
             for name, value in student.state_dict().items():
                 if name not in frozen and name.partition(".weight.")[0] + ".weight" not in frozen:
-                    tensors.setdefault(f"{WEIGHT}{runner.shared_name(name)}", value)
-        rank = "" if runner.ranks.size == 1 else f".{runner.ranks.rank - runner.mesh.coordinate('tensor')}"
-        tensors[f"{RANDOM}cpu{rank}"] = torch.get_rng_state()
-        if runner.device.type == "cuda":
-            tensors[f"{RANDOM}cuda{rank}"] = torch.cuda.get_rng_state(runner.device)
-        for name, value in ({} if self.average is None else self.average.tensors).items():
-            tensors.setdefault(f"{AVERAGE}{runner.shared_name(name)}", value)
-        # the optimizer's hyper-parameters are not saved: they come from the configuration
-        for name, parameter in self._trained().items():
-            for key, value in state_tensors(self.optimizer.state.get(parameter, {})).items():
-                tensors[f"{MOMENT}{name}.{key}"] = value
-        return tensors
+                    weights.setdefault(f"{WEIGHT}{self.runner.shared_name(name)}", value)
+        return weights
 
     def bytes_to_write(self, *, all_moments: bool = False) -> int:
         """Return the bytes of all tensors, plus the student's weights a second time for the folder `student` (see
@@ -193,6 +164,57 @@ class TorchState:
         """Return the parameters of all ranks without optimizer state, because they never had a gradient."""
         names = [name for name, parameter in self._trained().items() if parameter not in self.optimizer.state]
         return sorted({name for rank_names in self.runner.ranks.gather(names) for name in rank_names})
+
+    def _averages(self) -> dict[str, Tensor]:
+        """Return the averages of this rank's trained weights. A tied weight has the average of its first copy."""
+        averages: dict[str, Tensor] = {}
+        for name, value in ({} if self.average is None else self.average.tensors).items():
+            averages.setdefault(f"{AVERAGE}{self.runner.shared_name(name)}", value)
+        return averages
+
+    def _moments(self) -> dict[str, Any]:
+        # the optimizer's hyper-parameters are not saved: they come from the configuration
+        return {
+            f"{MOMENT}{name}.{key}": value
+            for name, parameter in self._trained().items()
+            for key, value in state_tensors(self.optimizer.state.get(parameter, {})).items()
+        }
+
+    def _random_states(self) -> dict[str, Tensor]:
+        """Return the states of this process's random generators. The names contain the first rank of this
+        tensor-parallel group, so that all its ranks load the same state: dropout must drop the same elements of the
+        hidden states that these ranks replicate.
+        """
+        ranks, device = self.runner.ranks, self.runner.device
+        rank = "" if ranks.size == 1 else f".{ranks.rank - self.runner.mesh.coordinate('tensor')}"
+        states = {f"{RANDOM}cpu{rank}": torch.get_rng_state()}
+        if device.type == "cuda":
+            states[f"{RANDOM}cuda{rank}"] = torch.cuda.get_rng_state(device)
+        return states
+
+    def _restore(self, tensors: Mapping[str, Any]) -> None:
+        """Restore the random generators, and the second copies of tied weights with their moments and averages.
+        tensors: the tensors that DCP has read. DCP has already restored all other state in place.
+        """
+        runner, parameters = self.runner, self._trained()
+        for name, value in ({} if self.average is None else self.average.tensors).items():
+            first = tensors[f"{AVERAGE}{runner.shared_name(name)}"]
+            if value is not first:
+                local(value).copy_(local(first))
+        for name, parameter in runner.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            first = parameters[runner.shared_name(name)]
+            if parameter is not first:
+                local(parameter.detach()).copy_(local(first.detach()))
+                if first in self.optimizer.state:
+                    moments = self.optimizer.state[first]
+                    self.optimizer.state[parameter] = {key: moment.clone() for key, moment in moments.items()}
+        for name in self._random_states().keys() & tensors.keys():
+            if name.startswith(f"{RANDOM}cpu"):
+                torch.set_rng_state(tensors[name])
+            else:
+                torch.cuda.set_rng_state(tensors[name], runner.device)
 
     def not_finite(self) -> list[str]:
         """Return the names of this rank's tensors with a NaN or an infinity."""

@@ -25,6 +25,7 @@ from stillhouse.objective import (
     FullVocab,
     OutputHead,
     Signals,
+    Term,
     VocabShard,
     forward_kl,
     linear_objective,
@@ -232,20 +233,7 @@ def gradients_by_term(
     for rows in torch.arange(len(labels_C), device=labels_C.device).split(ROWS) if len(labels_C) else ():
         logits_CV = projection.logits(student.hidden_TE[rows])
         terms = spec.terms(labels_C[rows], {TEACHER: teacher.rows(rows)})
-        by_term: list[list[OfTerm]] = []
-        for term in terms:
-            with torch.enable_grad(), torch.autocast(logits_CV.device.type, enabled=False):
-                leaf_CV = logits_CV.detach().requires_grad_()
-                output = logits_objective(leaf_CV, [term], shard=shard, weights_T=weights_C[rows])
-                (gradient_CV,) = torch.autograd.grad(output.loss, leaf_CV)
-            norms_C = AsyncAllGather(gradient_CV.square().sum(1, keepdim=True), shard).wait().sum(0)[:, 0].sqrt()
-            count = min(PUSHED, logits_CV.shape[1] if shard is None else shard.rows)
-            raised, lowered = (
-                [[(token, value) for token, value in row if value > 0] for row in _ranked(signed_CV, count, shard)]
-                for signed_CV in (-gradient_CV, gradient_CV)
-            )
-            values = output.per_token[term.name].tolist()
-            by_term.append(list(zip(values, norms_C.tolist(), raised, lowered, strict=True)))
+        by_term = [_gradient(term, logits_CV, weights_C[rows], shard) for term in terms]
         names = unique_names(terms)
         counts = (weights_C[rows] != 0).tolist()
         by_row += [
@@ -253,6 +241,21 @@ def gradients_by_term(
             for counted, row in zip(counts, zip(*by_term, strict=True), strict=True)
         ]
     return by_row
+
+
+def _gradient(term: Term, logits_CV: Tensor, weights_C: Tensor, shard: VocabShard | None) -> list[OfTerm]:
+    """The value and the gradient of a term for each row. logits_CV: this rank's columns of the logits."""
+    with torch.enable_grad(), torch.autocast(logits_CV.device.type, enabled=False):
+        leaf_CV = logits_CV.detach().requires_grad_()
+        output = logits_objective(leaf_CV, [term], shard=shard, weights_T=weights_C)
+        (gradient_CV,) = torch.autograd.grad(output.loss, leaf_CV)
+    norms_C = AsyncAllGather(gradient_CV.square().sum(1, keepdim=True), shard).wait().sum(0)[:, 0].sqrt()
+    count = min(PUSHED, logits_CV.shape[1] if shard is None else shard.rows)
+    raised, lowered = (
+        [[(token, value) for token, value in row if value > 0] for row in _ranked(signed_CV, count, shard)]
+        for signed_CV in (-gradient_CV, gradient_CV)
+    )
+    return list(zip(output.per_token[term.name].tolist(), norms_C.tolist(), raised, lowered, strict=True))
 
 
 def top_tokens(signal: FullVocab, vocabulary: int, shard: VocabShard | None) -> list[Ranked]:

@@ -61,8 +61,8 @@ class RolloutMetrics:
         ranks: Ranks,
         spec: ObjectiveSpec,
         *,
-        one_teacher_per_document: bool,
-        noise: Collection[str],
+        one_teacher_per_document: bool = False,
+        noise: Collection[str] = (),
     ):
         self._rollout, self._plan, self._ranks, self._spec = rollout, rollout.prompts, ranks, spec
         self._one_teacher_per_document = one_teacher_per_document
@@ -96,12 +96,12 @@ class RolloutMetrics:
         self._warnings.watch_calls(times, seconds)
         count, reward_seconds = times.get(REWARD, (0, 0.0))
         metrics |= {"speed/reward_seconds": reward_seconds / count} if count else {}
-        for number, means in enumerate(self._means_by_source(step)) if sources else ():
+        for number, sums in enumerate(self._sums_by_source(step)) if sources else ():
             taken = [sample for sample in samples if self._plan.source_of(sample.number) == number]
             values = sample_metrics(taken, [self._rollout.configs[number]], self._plan) if taken else {}
             values |= {"completions": float(len(taken))} if taken else {}
             values.pop("reward_std", None)
-            values |= {f"{kind}_nats_per_token": mean for kind, mean in means.items()}
+            values |= {f"{kind}_nats_per_token": mean for kind, mean in self._source_means(sums).items()}
             metrics |= {f"rollout/{sources[number].shown_name}/{name}": value for name, value in values.items()}
         return metrics
 
@@ -132,12 +132,11 @@ class RolloutMetrics:
             metrics["rollout/log_ratio_fresh"] = float(statistics_R3[:, 1].sum() / statistics_R3[:, 2].sum())
         return metrics | {f"rollout/{name}": sums[name] / tokens for name in ("ratio", "clipped") if name in sums}
 
-    def _means_by_source(self, step: SampledStep) -> list[dict[str, float]]:
-        """For each source, the means of the terms over its target tokens, for all teachers and origins together.
+    def _sums_by_source(self, step: SampledStep) -> list[dict[str, float]]:
+        """For each source, the sum of each term over the source's target tokens, and the number of these tokens.
 
-        As in `step_metrics.means`, the mean over teachers has the teachers' weights, unless each document has one
-        teacher. A term of some origins is a mean over the tokens of these origins. A row that several processes have
-        is added several times, both to the values and to the number of tokens. A collective.
+        With an objective by origin, there are also sums for each origin. A row that several processes have is added
+        several times, both to the values and to the number of tokens. A collective.
         """
         plan = self._plan
         source_D = torch.tensor(
@@ -159,22 +158,27 @@ class RolloutMetrics:
                 source_sums = torch.bincount(source_R, weights=value_R, minlength=len(sums)).tolist()
                 for source, value in zip(sums, source_sums, strict=True):
                     source[name] = source.get(name, 0.0) + value
+        return [add_up(source_sums) for source_sums in zip(*self._ranks.gather(sums), strict=True)]
+
+    def _source_means(self, sums: dict[str, float]) -> dict[str, float]:
+        """The means of the terms of one source over its target tokens, for all teachers and origins together.
+
+        As in `step_metrics.means`, the mean over teachers has the teachers' weights, unless each document has one
+        teacher. A term of some origins is a mean over the tokens of these origins.
+        """
         teachers = {} if self._one_teacher_per_document else self._spec.teachers
-        means: list[dict[str, float]] = []
-        for total in map(add_up, zip(*self._ranks.gather(sums), strict=True)):
-            averages, tokens = dict[str, float](), dict[str, float]()
-            for name, total_value in total.items():
-                kind, _, label = name.partition("/")
-                if kind == _TOKENS:
-                    continue
-                weight = teachers[label].weight if label in teachers else 1.0
-                averages[kind] = averages.get(kind, 0.0) + total_value * weight
-                if label in self._spec.by_origin:
-                    tokens[kind] = tokens.get(kind, 0.0) + total[f"{_TOKENS}/{label}"]
-                else:
-                    tokens[kind] = total[_TOKENS]
-            means.append({kind: value / tokens[kind] for kind, value in averages.items() if tokens[kind]})
-        return means
+        averages, tokens = dict[str, float](), dict[str, float]()
+        for name, value in sums.items():
+            kind, _, label = name.partition("/")
+            if kind == _TOKENS:
+                continue
+            weight = teachers[label].weight if label in teachers else 1.0
+            averages[kind] = averages.get(kind, 0.0) + value * weight
+            if label in self._spec.by_origin:
+                tokens[kind] = tokens.get(kind, 0.0) + sums[f"{_TOKENS}/{label}"]
+            else:
+                tokens[kind] = sums[_TOKENS]
+        return {kind: value / tokens[kind] for kind, value in averages.items() if tokens[kind]}
 
 
 def shown_samples(ranks: Ranks, data: Data, plan: RolloutPlan, step: SampledStep) -> list[SampleRecord]:

@@ -41,7 +41,8 @@ class RolloutWarnings:
 
     def watch(self, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
         """Warn about the samples of a step, if there is a reason. metrics: the metrics of the step."""
-        self._watch_lengths(samples, metrics)
+        self._watch_length(metrics)
+        self._watch_ends(samples)
         self._watch_replies(samples)
         self._watch_rewards(metrics)
         self._watch_ratios(metrics)
@@ -61,7 +62,7 @@ class RolloutWarnings:
                 f"{seconds:.3g} s of a step: rollout.workers makes many calls at once, with the same results",
             )
 
-    def _watch_lengths(self, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
+    def _watch_length(self, metrics: Mapping[str, float]) -> None:
         length, cut = metrics["rollout/completion_tokens"], metrics["rollout/truncated"]
         if len(self._first) < FIRST_STEPS:
             self._first.append((length, cut))
@@ -74,6 +75,8 @@ class RolloutWarnings:
                 f"{cut:.0%} of them are cut at rollout.max_new_tokens: the student does "
                 "not stop any more. With rollout.truncated=mask, it is not trained on cut completions",
             )
+
+    def _watch_ends(self, samples: Sequence[Sample]) -> None:
         if any(sample.completion.finish != "length" for sample in samples):
             self._cut_steps = self._cut_samples = 0
             return

@@ -138,7 +138,7 @@ def make_generator(
         device,
         autocast,
         max(_BATCHES * micro_batch_tokens, data.train.max_tokens),
-        vocabulary=max(data.tokenizer.get_vocab().values()) + 1,  # larger ids have no text
+        vocabulary=_known_ids(data.tokenizer),
         counted_rows=counted_rows,
         tokenizer=data.tokenizer,
         processor=data.media_processor,
@@ -171,7 +171,7 @@ def open_servers(session: Session, run: str = "") -> RemoteEngine | None:
                 sampling,
                 # false with an adapter, because a server then gets only the adapter, and no tied weights
                 is_tied=student.tied and rollout.writer == "student" and student.lora is None,
-                vocabulary=min(rows, max(data.tokenizer.get_vocab().values()) + 1),
+                vocabulary=min(rows, _known_ids(data.tokenizer)),
                 timeout=rollout.timeout,
                 update_timeout=session.schedule.train_config.timeout,
                 warn=warn,
@@ -219,6 +219,11 @@ def counted_rows(models: Models, spec: ObjectiveSpec) -> int:
         rows += [teacher.vocabulary_rows for teacher in models.teachers.values()]
         rows += [store.vocabulary for store in models.stores.values() if store.signal.is_exact and store.vocabulary]
     return min(rows)
+
+
+def _known_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokenizer's largest id + 1. Larger ids have no text, and are never sampled."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def _writing_teacher(models: Models) -> Decoder:

@@ -133,7 +133,7 @@ class CausalAttention(nn.Module):
                 enable_gqa=groups != 1,
             )
             return output_BHSC.permute(2, 0, 1, 3).flatten(2)
-        # in the order of transformers' eager attention
+        # as transformers' eager attention, with scaled queries
         assert mask_SK is not None
         key_BHKC, value_BHKC = (heads.repeat_interleave(groups, dim=1) for heads in (key_BHKC, value_BHKC))
         scores_BHSK = (query_BHSC * self.scale) @ key_BHKC.transpose(2, 3)

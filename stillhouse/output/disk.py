@@ -81,19 +81,13 @@ def explained_write_errors(path: Path, needed_bytes: int | None = None) -> Itera
     """
     try:
         yield
-    except (OSError, SafetensorError, CheckpointException) as raised:
-        error: BaseException = raised
-        if isinstance(raised, CheckpointException):
-            error = next(iter(raised.failures.values()))[0]
-            if not isinstance(error, OSError | SafetensorError):
-                raise
-        number = error.errno if isinstance(error, OSError) else None
-        if number in (errno.ENOSPC, errno.EDQUOT) or f"os error {errno.ENOSPC}" in str(error):
-            raise ValueError(_no_space(path, needed_bytes, _free_bytes(path))) from error
-        file = error.filename if isinstance(error, OSError) else None
-        if number is None or (file and path.parent not in Path(file).parents):  # another path
-            raise error from None
-        raise ValueError(f"{path} cannot be written: {os.strerror(number)}; {_AFTERWARDS}") from error
+    except (OSError, SafetensorError) as error:
+        raise _explained(path, error, needed_bytes) from error
+    except CheckpointException as failure:
+        first = next(iter(failure.failures.values()))[0]
+        if not isinstance(first, OSError | SafetensorError):
+            raise
+        raise _explained(path, first, needed_bytes) from first
 
 
 def require_space(path: Path, needed_bytes: int, ranks: "Ranks") -> None:
@@ -111,6 +105,17 @@ def hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
 def file_names(folder: Path) -> list[str]:
     """The relative paths of all files below a folder, with forward slashes, sorted."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _explained(path: Path, error: Exception, needed_bytes: int | None) -> Exception:
+    """Convert the error to a ValueError with the path. Return an error about another path unchanged."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT) or f"os error {errno.ENOSPC}" in str(error):
+        return ValueError(_no_space(path, needed_bytes, _free_bytes(path)))
+    other_path = isinstance(error, OSError) and error.filename and path.parent not in Path(error.filename).parents
+    if number is not None and not other_path:
+        return ValueError(f"{path} cannot be written: {os.strerror(number)}; {_AFTERWARDS}")
+    return error
 
 
 def _no_space(path: Path, needed_bytes: int | None, free_bytes: int) -> str:

@@ -15,7 +15,7 @@ B rows, S columns, D width.
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,8 +191,7 @@ class _AbsentEmbedding(nn.Module):
         self.width, self.dtype = embedding.weight.shape[1], embedding.weight.dtype
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
-        # an embedding may also get a mask
-        ids = next(tensor for tensor in _tensors([*arguments, options]) if tensor.dtype == torch.int64)
+        ids = _embedding_ids(arguments, options)
         return torch.zeros(*ids.shape, self.width, dtype=self.dtype, device=ids.device)
 
 
@@ -350,8 +349,7 @@ class _RandomEmbedding(nn.Module):
         self.weight = weight
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
-        # an embedding may also get a mask
-        ids = next(tensor for tensor in _tensors([*arguments, options]) if tensor.dtype == torch.int64)
+        ids = _embedding_ids(arguments, options)
         random = torch.rand(*ids.shape, self.weight.shape[1], dtype=self.weight.dtype)
         self.run.embeddings.append(random.requires_grad_())
         return self.run.embeddings[-1].clone()  # some backbones scale this output in place
@@ -361,6 +359,11 @@ def _children_of_language_model(decoder: Decoder) -> Iterator[tuple[str, nn.Modu
     (prefix,) = (path for path, module in decoder.backbone.named_modules() if module is decoder.language_model)
     for path, child in decoder.language_model.named_children():
         yield f"{prefix}.{path}" if prefix else path, child
+
+
+def _embedding_ids(arguments: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
+    """Return the token ids among the arguments of an embedding, which may also get a mask."""
+    return next(tensor for tensor in _tensors([*arguments, options]) if tensor.dtype == torch.int64)
 
 
 def _tensors(value: Any) -> list[Tensor]:

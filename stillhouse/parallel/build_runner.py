@@ -26,6 +26,7 @@ from stillhouse.parallel.stages import (
     keep_layers,
     require_pairs,
     require_shared_states,
+    require_training,
     split,
 )
 from stillhouse.parallel.teacher_student_pair import TeacherStudentPair
@@ -159,15 +160,8 @@ def _plan_stages(
     """
     cut, teacher_cut = require_cuttable(student.config), None if teacher is None else require_cuttable(teacher.config)
     stages = split(layout.stages, cost_of(student, 3), None if teacher is None else cost_of(teacher, 1))
-    layers = student.layers()
-    for stage in stages if student.lora is not None or student.mtp is not None else ():
-        # torch's schedules send gradients to all stages
-        if not any(weight.requires_grad for number in stage.student for weight in layers[number].parameters()):
-            raise ValueError(
-                f"no parameter is trained on stage {stage.number + 1} of {stage.count}, layers {stage.student.start} "
-                f"to {stage.student.stop - 1} of the student: expected an adapter in layers of every stage, "
-                "or fewer stages"
-            )
+    if student.lora is not None or student.mtp is not None:
+        require_training(student, stages)
     require_shared_states("student", cut, [stage.student for stage in stages])
     if teacher_cut is not None and teacher_in_stages is teacher:
         require_shared_states("teacher", teacher_cut, [stage.teacher for stage in stages])

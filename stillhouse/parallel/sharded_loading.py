@@ -236,19 +236,26 @@ def _untie(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
     names = StoredNames(model, files)
     for target, source in ties.items():
         parameter = model.get_parameter_or_buffer(source)
-        places = [(files[key], key) for key in (names.get(source), names.get(target)) if key is not None]
-        if len(places) < 2 or not all(path.is_file() for path, _ in places):
-            continue  # a weight that is not stored, or whose file is missing, stays tied
-        with ExitStack() as opened:
-            opened.enter_context(reading(f"{places[0][0]} and {places[1][0]}: their weights cannot be compared"))
-            stored = [opened.enter_context(safe_open(path, framework="pt")).get_slice(name) for path, name in places]
-            shape, other_shape = (part.get_shape() for part in stored)
-            if are_equal := shape == other_shape:
-                rows, *widths = shape
-                step, dtype = max(1, COMPARED_ELEMENTS // math.prod(widths)), parameter.dtype
-                starts = range(0, rows, step)  # only `step` rows of each tensor are in memory at a time
-                are_equal = all(torch.equal(*(part[at : at + step].to(dtype) for part in stored)) for at in starts)
-        if not are_equal:
+        places = [(files[stored], stored) for stored in (names.get(source), names.get(target)) if stored is not None]
+        # a weight that is not stored, or whose file is missing, stays tied
+        are_stored = len(places) == 2 and all(path.is_file() for path, _ in places)
+        if are_stored and not _are_equal(places, parameter.dtype):
             module, _, leaf = target.rpartition(".")
             setattr(model.get_submodule(module), leaf, nn.Parameter(torch.empty_like(parameter)))
             model.all_tied_weights_keys.pop(target, None)
+
+
+def _are_equal(places: list[tuple[Path, str]], dtype: torch.dtype) -> bool:
+    """Return whether two stored tensors are equal in a dtype. Only some of their rows are in memory at a time.
+
+    places: for each tensor, its file and its name.
+    """
+    with ExitStack() as opened:
+        opened.enter_context(reading(f"{places[0][0]} and {places[1][0]}: their weights cannot be compared"))
+        one, other = (opened.enter_context(safe_open(path, framework="pt")).get_slice(name) for path, name in places)
+        if one.get_shape() != other.get_shape():
+            return False
+        rows, *widths = one.get_shape()
+        step = max(1, COMPARED_ELEMENTS // math.prod(widths))
+        starts = range(0, rows, step)
+        return all(torch.equal(*(part[at : at + step].to(dtype) for part in (one, other))) for at in starts)

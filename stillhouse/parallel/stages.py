@@ -120,6 +120,18 @@ def require_shared_states(name: str, cut: BackboneCut, stages: Sequence[range]) 
                 )
 
 
+def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
+    """Raise ValueError for a stage without trained layers, because torch's schedules send gradients to all stages."""
+    layers = student.layers()
+    for stage in stages:
+        if not any(weight.requires_grad for number in stage.student for weight in layers[number].parameters()):
+            raise ValueError(
+                f"no parameter is trained on stage {stage.number + 1} of {stage.count}, layers {stage.student.start} "
+                f"to {stage.student.stop - 1} of the student: expected an adapter in layers of every stage, "
+                "or fewer stages"
+            )
+
+
 def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
     """Raise ValueError if hidden-state matching compares layers of student and teacher on different stages."""
     for layer, teacher_layer in (pair for loss in student.layer_losses.values() for pair in loss.layer_pairs):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from stillhouse.config import ParallelConfig, RunConfig, load_config
-from stillhouse.plan.devices import LAUNCH, LINKS, PRODUCTS, TRAFFIC
+from stillhouse.plan.devices import LAUNCH, LINKS, PRODUCTS, TRAFFIC, Device
 from stillhouse.plan.layout_plan import DryRuns, Job, Machine, Plan, planned_job, successful
 from stillhouse.plan.prediction import FIRST, LAST, RankCounts, bubble_share
 
@@ -138,32 +138,40 @@ def _estimated(
         values = candidate.settings(job["config"])
         # more micro-batches would not change the peak memory: the first stage holds one micro-batch for each stage,
         # and the gradients of an earlier micro-batch
-        micro_batches = min(candidate.micro_batches, candidate.pipeline + 1)
-        tokens = micro_batches * candidate.rows * candidate.fsdp * candidate.max_tokens
+        shown = min(candidate.micro_batches, candidate.pipeline + 1)
+        tokens = shown * candidate.rows * candidate.fsdp * candidate.max_tokens
         settings = values | {"train": values["train"] | {"tokens_per_step": tokens}}
         for rank in dict.fromkeys((0, machine.ranks - machine.ranks // candidate.pipeline)):
             jobs.append(job | {"kind": "estimated", "rank": rank, "config": settings})
             owners.append(candidate)
     plans = []
     for candidate, pairs in itertools.groupby(zip(owners, runs.answers(jobs), strict=True), lambda pair: pair[0]):
-        answers, ranks = [answer for _, answer in pairs], dict[str, RankCounts]()
-        if any("error" in answer for answer in answers):
-            continue
-        for name, shown in zip((FIRST, LAST), map(RankCounts.from_json, answers), strict=False):
-            factor = candidate.micro_batches / shown.micro_batches
-            ranks[name] = replace(
-                shown,
-                micro_batches=candidate.micro_batches,
-                tokens=candidate.sequences * candidate.max_tokens,
-                model_operations=shown.model_operations / shown.tokens * candidate.sequences * candidate.max_tokens,
-                kernels=round(shown.kernels * factor),
-                traffic=shown.traffic * factor,
-                products={dtype: operations * factor for dtype, operations in shown.products.items()},
-                messages={key: round(count * factor) for key, count in shown.messages.items()},
-                sent={key: size * factor for key, size in shown.sent.items()},
-            )
-        plans.append((candidate, Plan(machine, ranks, job["has_tower"], job["completions"])))
+        answers = [answer for _, answer in pairs]
+        if not any("error" in answer for answer in answers):
+            counts = [_step_counts(RankCounts.from_json(answer), candidate) for answer in answers]
+            ranks = dict(zip((FIRST, LAST), counts, strict=False))
+            plans.append((candidate, Plan(machine, ranks, job["has_tower"], job["completions"])))
     return plans
+
+
+def _step_counts(counts: RankCounts, candidate: Candidate) -> RankCounts:
+    """Return the counts of a candidate's step. counts: the counts of a step with fewer micro-batches"""
+    factor = candidate.micro_batches / counts.micro_batches
+
+    def scaled(values: Mapping[str, float]) -> dict[str, float]:
+        return {key: value * factor for key, value in values.items()}
+
+    return replace(
+        counts,
+        micro_batches=candidate.micro_batches,
+        tokens=candidate.sequences * candidate.max_tokens,
+        model_operations=counts.model_operations / counts.tokens * candidate.sequences * candidate.max_tokens,
+        kernels=round(counts.kernels * factor),
+        traffic=counts.traffic * factor,
+        products=scaled(counts.products),
+        messages={key: round(count) for key, count in scaled(counts.messages).items()},
+        sent=scaled(counts.sent),
+    )
 
 
 class _Shape(NamedTuple):
@@ -193,13 +201,9 @@ class Rough:
         """Estimate the time of a step, in seconds."""
         steps = self.recomputed if candidate.recompute else self.plain
         student, teacher, device = self.student, self.teacher, machine.device
-        times = []  # of one micro-batch
-        for step in (steps["base"], steps["student"], steps["teacher"]):
-            products = sum(step.products.values()) / (device.bfloat16 * PRODUCTS)
-            kernels = products + step.traffic / (device.bandwidth * TRAFFIC)
-            divisor = candidate.tensor * candidate.context
-            times.append(max(kernels * candidate.rows / divisor, step.kernels * LAUNCH) / 2)
-        one_layer, with_student, with_teacher = times
+        one_layer, with_student, with_teacher = (
+            _seconds(steps[name], device, candidate) for name in ("base", "student", "teacher")
+        )
         all_layers = one_layer + (student.layers - 1) * (with_student - one_layer)
         all_layers += max(0, teacher.layers - 1) * (with_teacher - one_layer)
         share = candidate.micro_batches / candidate.pipeline
@@ -234,3 +238,10 @@ class Rough:
         activations = tokens * (layers * in_flight * per_layer + base.peak.get("activations", 0))
         tile = base.peak.get("tile", 0)
         return states / shards + gathered * (candidate.fsdp * candidate.context > 1) + activations + tile
+
+
+def _seconds(step: RankCounts, device: Device, candidate: Candidate) -> float:
+    """Return the seconds of a candidate's micro-batch. step: the counts of two micro-batches of one row"""
+    products = sum(step.products.values()) / (device.bfloat16 * PRODUCTS)
+    computing = products + step.traffic / (device.bandwidth * TRAFFIC)
+    return max(computing * candidate.rows / (candidate.tensor * candidate.context), step.kernels * LAUNCH) / 2

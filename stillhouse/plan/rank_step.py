@@ -28,7 +28,6 @@ from stillhouse.engine.engine import Engine
 from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
-from stillhouse.models.layer_hooks import hooked
 from stillhouse.models.lm_head import Head
 from stillhouse.objective.metrics import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, POLICY_VERSION, SAMPLING
 from stillhouse.parallel import (
@@ -281,11 +280,15 @@ def _labelled(engine: Engine, source: SignalSource, device: DeviceCounts) -> Ite
     with ExitStack() as hooks, dry_run({Runner.clip: device.labelled(CLIP)(unwrap(Runner.clip))}):
         for module, purpose in modules:
             stack = ExitStack()
-            before = module.register_forward_pre_hook(
-                lambda *_, stack=stack, purpose=purpose: stack.enter_context(device.labelled(purpose)), prepend=True
-            )
-            after = module.register_forward_hook(lambda *_, stack=stack: stack.close())
-            hooks.enter_context(hooked(before, after))
+
+            def enter(module: nn.Module, args: Any, stack: ExitStack = stack, purpose: str = purpose) -> None:
+                stack.enter_context(device.labelled(purpose))
+
+            def leave(module: nn.Module, args: Any, output: Any, stack: ExitStack = stack) -> None:
+                stack.close()
+
+            hooks.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+            hooks.callback(module.register_forward_hook(leave).remove)
         yield
 
 

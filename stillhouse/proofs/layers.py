@@ -76,8 +76,7 @@ def prove_compiled(runner: Runner, subject: Subject, inputs: StageInputs, precis
             expected = subject.run(probe.ids_BS, probe.position_ids_BS)
     errors = [("hidden states", relative_errors(*pair).median()) for pair in zip(hidden, expected, strict=True)]
     if any(parameter.requires_grad for _, parameter in runner.named_parameters()):
-        count = 1 if runner.layout.stages == 1 else 2 * runner.layout.degrees.pipeline
-        errors.append(("gradients", _gradient_error(runner, [inputs] * count)))
+        errors.append(("gradients", _gradient_error(runner, [inputs] * _micro_batches(runner))))
     if (new_breaks := counters["graph_break"] - breaks) and runner.ranks.is_first:
         reasons = name_list(reason.partition("\n")[0] for reason in new_breaks)
         warnings.warn(
@@ -92,6 +91,10 @@ def prove_compiled(runner: Runner, subject: Subject, inputs: StageInputs, precis
             f"the {name} of the compiled layers differ by {{error:.2%}} from the {name} of the plain layers: "
             "expected train.compile: false",
         )
+
+
+def _micro_batches(runner: Runner) -> int:
+    return 1 if runner.layout.stages == 1 else 2 * runner.layout.degrees.pipeline
 
 
 def _gradient_error(runner: Runner, micro_batches: Sequence[StageInputs]) -> Tensor:
@@ -168,6 +171,18 @@ def layers_compared(
         yield errors
 
 
+def require_equal_layers(decoder: Decoder, errors: Mapping[str, Tensor]) -> None:
+    """Raise ProofError with the layer's name if an error of `layers_compared` is larger than allowed."""
+    for name, error in errors.items():
+        compare(
+            error,
+            1.0,
+            f"{typename(decoder.pretrained)} under tensor parallelism: the results of '{name}' differ from those of "
+            "the full layer, because a function between two matrices reads all columns, and a rank has only some: "
+            "expected parallel.tensor=1",
+        )
+
+
 def _allowed_errors(output_BSD: Tensor, expected_BSD: Tensor, input_BSD: Tensor, precision: torch.dtype) -> Tensor:
     """Return the error of each token in units of the allowed error."""
     hidden = (output_BSD, expected_BSD, input_BSD)
@@ -194,10 +209,10 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
             for module in student.modules():
                 stack.enter_context(hooked(module.register_forward_pre_hook(lambda module, _: runs.update([module]))))
             stack.enter_context(_hidden_gradients(student, hidden))
-        count = 1 if runner.layout.stages == 1 else 2 * runner.layout.degrees.pipeline
+        count = _micro_batches(runner)
         for number in range(_ROUNDS):
             runner.zero_grad()
-            runner.forward_backward([inputs_of(partial(cross_entropies, number))] * count)
+            runner.forward_backward([inputs_of(cross_entropies(number))] * count)
             _add_squares(squares, runner, hidden)
             hidden.clear()
     total = defaultdict[str, float](float)
@@ -220,27 +235,35 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
     return [parameter for _, parameter in parts]
 
 
-def cross_entropies(
-    number: int, *, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0
-) -> ObjectiveOutput:
-    """Sum the cross-entropies of all depths: an output processor, for a `number` that determines the labels."""
-    hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-    place_T = torch.arange(hidden_by_depth[0].shape[:-1].numel(), device=hidden_by_depth[0].device)
-    terms = [CrossEntropy((place_T * (number + 1)) % 7)]
-    losses = [linear_objective(hidden_BSD.flatten(0, -2), head, terms).loss for hidden_BSD in hidden_by_depth]
-    return ObjectiveOutput(torch.stack(losses).sum(), {}, {})
+def cross_entropies(number: int) -> OutputProcessor:
+    """Return an output processor that sums the cross-entropies of all depths. number: determines the labels."""
+
+    def process(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> ObjectiveOutput:
+        hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+        place_T = torch.arange(hidden_by_depth[0].shape[:-1].numel(), device=hidden_by_depth[0].device)
+        terms = [CrossEntropy((place_T * (number + 1)) % 7)]
+        losses = [linear_objective(hidden_BSD.flatten(0, -2), head, terms).loss for hidden_BSD in hidden_by_depth]
+        return ObjectiveOutput(torch.stack(losses).sum(), {}, {})
+
+    return process
 
 
 def _copies(runner: Runner) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters that have a gradient and are replicated over the tensor ranks."""
     for name, parameter in runner.named_parameters():
         # expert ranks include the tensor ranks, so a parameter that is sharded over them is not replicated
-        axes: Iterable[tuple[str, Any]] = ()
-        if isinstance(parameter, DTensor):
-            axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-        is_sharded = any(axis in ("tensor", "expert") and not placement.is_replicate() for axis, placement in axes)
+        is_sharded = any(
+            axis in ("tensor", "expert") and not placement.is_replicate() for axis, placement in _axes(parameter)
+        )
         if parameter.grad is not None and not is_sharded:
             yield name, parameter
+
+
+def _axes(parameter: nn.Parameter) -> Iterable[tuple[str, Any]]:
+    """Return the axes of a parameter's mesh by name, each with its placement."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    return zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
 
 
 def _add_squares(squares: defaultdict[str, float], runner: Runner, hidden: Mapping[str, Tensor]) -> None:
@@ -272,7 +295,7 @@ def _problem(
     """
     if difference < _PARTIAL:
         return f"the gradients of '{name}' differ by {difference:.1%} between ranks, but should be equal"
-    if isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ()):
+    if any(axis == "tensor" for axis, _ in _axes(parameter)):
         return f"ranks have different gradients of '{name}', which the plan replicates: expected parallel.tensor=1"
     owner = name.rpartition(".")[0]
     owners = [module for part in runner.decoders for path, module in part.named_modules() if path == owner]

@@ -38,8 +38,9 @@ class RemoteWeights(Protocol):
     @property
     def probed(self) -> Mapping[str, Sequence[Completion]]: ...
     def set_proved(self, url: str, most: float) -> None:
-        """Record that the completions of a server's probe come from the trainer's weights, with log-probabilities
-        that differ from the trainer's by at most `most` nats.
+        """Record that the completions of a server's probe come from the trainer's weights.
+
+        most: the largest difference between the log-probabilities of the server and of the trainer, in nats.
         """
 
 
@@ -79,6 +80,8 @@ def same_weights(
 
     It is enough that more than half of the ids are equal, because rounding can swap two tokens with almost equal
     probabilities. The log-probabilities of equal ids must differ by less than `most` nats.
+
+    before, now: pairs of a top token and its log-probability.
     """
     gaps = [abs(one[1] - other[1]) for one, other in zip(before, now, strict=False) if one[0] == other[0]]
     return len(before) == len(now) and 2 * len(gaps) > len(now) and all(gap < most for gap in gaps)
@@ -88,8 +91,10 @@ class JobEngine(Protocol):
     """Generates completions for all ranks together."""
 
     def complete(self, samples: Samples | None, *kinds: type[BaseException]) -> None:
-        """Generate all completions that the samples of the first rank need. All ranks must call this method, the
-        others with None. kinds: the errors of `Samples.next_requests` that all ranks raise.
+        """Generate all completions that the samples of the first rank need. All ranks must call this method.
+
+        samples: the samples on the first rank, None on all other ranks.
+        kinds: the errors of `Samples.next_requests` that all ranks raise.
         """
 
 
@@ -101,9 +106,9 @@ class InJobEngine:
     copy: the full copy of a sharded student, with the decoder of `generator`; None if the student is not sharded.
     """
 
-    def __init__(self, generator: Generator, copy: "StudentCopy | None" = None):
+    def __init__(self, generator: Generator, copy: "StudentCopy | None" = None, version: int = 0):
         assert copy is None or copy.decoder is generator.decoder, "the generator needs the copy's decoder"
-        self.generator, self.version, self._copy = generator, 0, copy
+        self.generator, self.version, self._copy = generator, version, copy
         self._ranks = ONE_PROCESS if copy is None else copy.mesh.ranks
         self._is_single_process = self._ranks.size == 1
 
@@ -178,6 +183,7 @@ class StudentCopy:
     All ranks must create the copy together. The copy has the student's dtype and device.
 
     build: returns the full student as `ModelSource.build` does, with arbitrary weights or on the meta device.
+
     Raises ValueError if the copy has a tensor that the student lacks, and ProofError if the copy's results are wrong.
     """
 
@@ -209,7 +215,10 @@ class StudentCopy:
 
     @torch.no_grad()
     def refresh(self, *, with_frozen: bool = False) -> None:
-        """Copy the trained weights, and perhaps the frozen ones, one at a time; all ranks must call this."""
+        """Copy the trained weights, one tensor at a time; all ranks must call this.
+
+        with_frozen: also copy frozen weights.
+        """
         held = self._student.stage_weights()
         here = self.mesh.weights.get_local_rank("pipeline")
         group = self.mesh.weights.get_group("pipeline")

@@ -40,6 +40,7 @@ class Generator:
     counted_rows: the number of rows of the head over which log-probabilities are normalised, or None for all rows.
     tokenizer: needed only for `sampling.stop`.
     processor: needed only for prompts with media.
+
     Raises ValueError if the model cannot generate, or if there are stop texts but no tokenizer.
     """
 
@@ -84,6 +85,7 @@ class Generator:
         version: the version of the present weights, which is recorded for each token.
         early: called with each completion as soon as this completion ends, while the model still generates other
             completions of the batch.
+
         Raises the ValueError of `check`, and NotFiniteError, which is a ValueError, if logits are not finite.
         """
         self.check(requests)
@@ -99,7 +101,7 @@ class Generator:
 
         least: the number of processes that share the batches.
         """
-        samplings = [request.sampling or self.sampling for request in requests]
+        samplings = [self._sampling(request) for request in requests]
         kinds = list(dict.fromkeys(samplings))
         sizes = [(len(request.prompt_ids), self._limit(request)) for request in requests]
         most_rows = max(1, -(-len(requests) // least))
@@ -128,8 +130,9 @@ class Generator:
         errors: AbstractContextManager[object] = nullcontext(),  # noqa: B008 it has no state
         early: CompletionCallback | None = None,
     ) -> list[Completion]:
-        """Return the completions of one batch, as `generate` does. The caller must have called `check`.
+        """Return the completions of one batch. The caller must have called `check`.
 
+        early: see `generate`.
         errors: a context manager around the call of the model's own `generate`.
         """
 
@@ -145,7 +148,7 @@ class Generator:
         for row, request in enumerate(requests):
             ids_BS[row, width - len(request.prompt_ids) :] = request.prompt_ids
             mask_BS[row, width - len(request.prompt_ids) :] = 1
-        seeds, sampling = [request.seed for request in requests], requests[0].sampling or self.sampling
+        seeds, sampling = [request.seed for request in requests], self._sampling(requests[0])
         sampler = TokenSampler(sampling, seeds, max(limits), self._vocabulary, self.device, self._counted, self.never)
         media: dict[str, Tensor] = {}  # further arguments of the model's `generate`
         if any(request.has_media for request in requests):
@@ -175,6 +178,8 @@ class Generator:
         If a caller of `generate` omits a setting, transformers takes it from the model's `generation_config`, which
         may contain penalties, suppressed tokens and limits. So the model has an empty `generation_config` during the
         call.
+
+        tokens: max_new_tokens.
         """
         watchdog.progress()
         model, dtype = self.decoder.pretrained, self._autocast
@@ -204,7 +209,7 @@ class Generator:
         rows = model.get_input_embeddings().weight.shape[0]
         for request in requests:
             ids = request.prompt_ids
-            if (request.sampling or self.sampling).stop and self._tokenizer is None:
+            if self._sampling(request).stop and self._tokenizer is None:
                 raise ValueError("stop texts need the tokenizer: expected Generator(..., tokenizer=...)")
             if len(ids) == 0 or self._limit(request) < 1:
                 raise ValueError(
@@ -219,8 +224,11 @@ class Generator:
         longest = max((len(request.prompt_ids) + self._limit(request) for request in requests), default=0)
         check_document_length(model, longest, self._name)
 
+    def _sampling(self, request: GenerationRequest) -> Sampling:
+        return self.sampling if request.sampling is None else request.sampling
+
     def _limit(self, request: GenerationRequest) -> int:
-        most = (request.sampling or self.sampling).max_new_tokens
+        most = self._sampling(request).max_new_tokens
         return most if request.max_new_tokens is None else min(most, request.max_new_tokens)
 
     def _completions(

@@ -29,8 +29,9 @@ _PROMPTS, _DATASET = 1, 2**31
 class PromptSource:
     """A source of prompts.
 
-    prompts, dataset: the number of documents with prompts, and of documents with completions.
+    prompts: the number of documents with prompts.
     samples_per_prompt: the number of samples of a group.
+    dataset: the number of documents with completions.
     share: the share of generated completions among all completions of this source. It is exact only over many steps,
         because a step takes whole groups.
     weight: a number proportional to the share of the run's prompts that this source gives.
@@ -44,8 +45,12 @@ class PromptSource:
 
 
 class PromptGroup(NamedTuple):
-    """A prompt with its samples: the group's step, the number of the source that gives the prompt, the number of the
-    group among the groups of its source, and the number of the prompt's document.
+    """A prompt with its samples.
+
+    step: the step of the group.
+    source: the number of the source that gives the prompt.
+    number: the number of the group among the groups of its source.
+    prompt: the number of the document.
     """
 
     step: int
@@ -134,7 +139,9 @@ class PromptPlan:
             self._stops.append(len(self._groups))
 
     def _document(self, source: int, size: int, place: int, first_epoch: int) -> int:
-        """The number of the document at position `place` of a stream of `size` documents, among those of its source.
+        """The number of the document at position `place` of a stream, counted among the documents of its source.
+
+        size: the number of the stream's documents.
         first_epoch: the number of the permutation of the stream's first epoch.
         """
         epoch, in_epoch = divmod(place, size)

@@ -63,6 +63,7 @@ def publish(
 
     run: the identity of the publishing run, for the manifest.
     base: the model on which the student's adapter is trained, for the manifest; None if the student has no adapter.
+
     Raises ValueError if transformers must convert several layers at once to save this model, and OSError on all ranks
     if one rank cannot write.
     """
@@ -198,7 +199,11 @@ def _buckets(model: PreTrainedModel, shapes: dict[str, Tensor], bucket_bytes: in
     """Divide tensors into files. A file is a list of groups; transformers converts the tensors of a group together.
 
     Most groups have one tensor. If transformers joins tensors of a layer when it saves, such as the query, key and
-    value matrices, the layer is a group. Raises ValueError if transformers joins tensors of several layers.
+    value matrices, the layer is a group.
+
+    shapes: the tensors on the meta device.
+
+    Raises ValueError if transformers joins tensors of several layers.
     """
     saved = {name: tensor.shape for name, tensor in _as_saved(model, shapes).items()}
 

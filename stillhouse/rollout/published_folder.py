@@ -27,8 +27,11 @@ _AGAIN = "publish the weights again"
 
 
 class AdapterBase(BaseModel):
-    """The model on which an adapter was trained: the hash of its files (`model_fingerprint`), the dtype of its
-    weights in the run, and the quantization of its linear layers.
+    """The model on which an adapter was trained.
+
+    fingerprint: the hash of the model's files (`model_fingerprint`).
+    dtype: the dtype of the model's weights in the run.
+    quantize: the quantization of the model's linear layers, or None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -43,8 +46,10 @@ class WeightsManifest(BaseModel):
 
     version: the number of optimizer steps after which the weights were published.
     run: the identity of the run that published the weights; empty if the run has no identity.
+    kind: whether the tensors are a model, or only an adapter.
     dtypes: the dtypes of the tensors, as safetensors names them.
-    tensors, files: the file of each tensor, and the sha256 of each file except the manifest.
+    tensors: for each tensor, the name of the file that contains it.
+    files: the sha256 of each file except the manifest.
     complete: always true; a manifest without this field was not written to its end.
     base: the model on which a published adapter was trained.
     """

@@ -32,34 +32,36 @@ class QueueState:
     trained: list[int] = field(default_factory=list)
 
 
-@dataclass(eq=False)
 class RolloutQueue:
     """The groups of samples that were requested and on which no step has trained yet.
 
+    samples: the samples that are being generated.
     servers: the servers that generate completions, or None if an engine in this job generates them. Such an engine
         gets its requests from `samples`.
-    config: the section rollout of the first source of prompts.
+    schedule: decides when a group is requested and which step trains on it.
+    config: the section rollout of the first source of prompts, or None for its defaults.
     """
 
-    samples: Samples
-    plan: PromptPlan
-    schedule: RolloutSchedule
-    servers: RemoteEngine | None = None
-    config: RolloutConfig = field(default_factory=RolloutConfig)
-    #: for the samples of the last `take`, the times of the first request and of the last finished sample
-    taken_times: tuple[float, float] = (0.0, 0.0)
-    _requested_at: dict[int, int] = field(default_factory=dict, init=False)
-    #: for each requested group, the last step that may train on it
-    _last_chance: dict[int, int] = field(default_factory=dict, init=False)
-    #: finished samples by group, until a step takes the group
-    _groups: dict[int, dict[int, Sample]] = field(default_factory=dict, init=False)
-    #: the groups whose samples are all finished, in the order of finishing
-    _finished: list[int] = field(default_factory=list, init=False)
-    #: the samples that an engine in this job is generating together, if they have several turns; otherwise empty
-    _incomplete: frozenset[int] = frozenset()
-    _trained: set[int] = field(default_factory=set, init=False)
-    #: the groups that each step took, until `trained`
-    _taken: dict[int, dict[int, dict[int, Sample]]] = field(default_factory=dict, init=False)
+    def __init__(
+        self,
+        samples: Samples,
+        plan: PromptPlan,
+        schedule: RolloutSchedule,
+        servers: RemoteEngine | None = None,
+        config: RolloutConfig | None = None,
+    ):
+        self.samples, self.plan, self.schedule, self.servers = samples, plan, schedule, servers
+        self._config = config or RolloutConfig()
+        self._requested_at: dict[int, int] = {}
+        self._last_chance: dict[int, int] = {}  # for each requested group, the last step that may train on it
+        self._groups: dict[int, dict[int, Sample]] = {}  # finished samples by group, until a step takes the group
+        self._finished: list[int] = []  # the groups whose samples are all finished, in the order of finishing
+        #: the samples that an engine in this job is generating together, if they have several turns; otherwise empty
+        self._incomplete: frozenset[int] = frozenset()
+        self._trained: set[int] = set()
+        self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # the groups that each step took, until `trained`
+        #: for the samples of the last `take`, the times of the first request and of the last finished sample
+        self.taken_times = (0.0, 0.0)
 
     def start(self, step: int) -> None:
         """Start the samples of all groups that are due at a step, and samples that are missing after a resume.
@@ -125,7 +127,7 @@ class RolloutQueue:
         taken: list[Sample] = []
         for samples in self._taken[step].values():
             in_order = [samples[number] for number in sorted(samples)]
-            taken += with_advantages(in_order, self.config.advantage, self.config.deviation)
+            taken += with_advantages(in_order, self._config.advantage, self._config.deviation)
         times = self.samples.times  # samples from a checkpoint have no times
         starts, ends = zip((0.0, 0.0), *(times.pop(one.number) for one in taken if one.number in times), strict=True)
         self.taken_times = min(starts[1:], default=0.0), max(ends)
@@ -165,25 +167,8 @@ class RolloutQueue:
         if this run cannot have had this state after `step` steps.
         """
         _require_groups(state, self.plan, self.schedule, step)
-        seen, vocabulary = set[int](), max(self.samples.tokenizer.get_vocab().values()) + 1
-        for sample in state.samples:
-            group, problem = self.plan.group_of(sample.number), ""
-            if group not in state.requested_at:
-                problem = f"is of group {group}, which was not requested or is trained already"
-            elif sample.number not in (numbers := self.plan.samples(group)):
-                problem = f"has a number that its group does not have: expected one of {numbers}"
-            elif sample.number in seen:
-                problem = "is in the checkpoint more than once"
-            elif sample.prompt != (prompt := self.plan.group(group).prompt):
-                problem = f"has prompt {sample.prompt}: expected {prompt}, the prompt of its group"
-            else:
-                # a teacher's tokens always have version 0
-                oldest, newest = (state.requested_at[group], step) if self.config.writer == "student" else (0, 0)
-                settings = self.samples.settings_of(sample.number)
-                problem = _problem(sample, settings, vocabulary, range(oldest, newest + 1))
-            if problem:
-                raise ValueError(f"sample {sample.number} {problem}")
-            seen.add(sample.number)
+        by_student = self._config.writer == "student"
+        _require_samples(state, step, self.plan, self.samples, by_student=by_student)
         self._trained = set(state.trained)
         for group, at in state.requested_at.items():
             self._add(group, at)
@@ -297,6 +282,30 @@ def _require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedu
             f"{first + len(trained)} groups have been trained after {step} steps: expected {due}, because each step "
             "trains on as many groups as the plan gives it"
         )
+
+
+def _require_samples(state: QueueState, step: int, plan: PromptPlan, under_way: Samples, *, by_student: bool) -> None:
+    """Raise ValueError for a sample that a run cannot have after `step` steps. by_student: whether the student
+    generates the samples; a teacher's tokens always have version 0.
+    """
+    seen, vocabulary = set[int](), max(under_way.tokenizer.get_vocab().values()) + 1
+    for sample in state.samples:
+        group, problem = plan.group_of(sample.number), ""
+        if group not in state.requested_at:
+            problem = f"is of group {group}, which was not requested or is trained already"
+        elif sample.number not in (numbers := plan.samples(group)):
+            problem = f"has a number that its group does not have: expected one of {numbers}"
+        elif sample.number in seen:
+            problem = "is in the checkpoint more than once"
+        elif sample.prompt != (prompt := plan.group(group).prompt):
+            problem = f"has prompt {sample.prompt}: expected {prompt}, the prompt of its group"
+        else:
+            oldest, newest = (state.requested_at[group], step) if by_student else (0, 0)
+            settings = under_way.settings_of(sample.number)
+            problem = _problem(sample, settings, vocabulary, range(oldest, newest + 1))
+        if problem:
+            raise ValueError(f"sample {sample.number} {problem}")
+        seen.add(sample.number)
 
 
 def _problem(sample: Sample, settings: SourceSettings, vocabulary: int, versions: range) -> str:

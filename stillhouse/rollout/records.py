@@ -38,6 +38,16 @@ class Sampling:
     stop: tuple[str, ...] = ()
     eos_ids: tuple[int, ...] = ()
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the settings from the dict of `asdict`, after this dict was sent as JSON."""
+        return cls(**dict(values) | {name: tuple(values[name]) for name in ("stop", "eos_ids")})
+
+    @property
+    def samples_all_tokens(self) -> bool:
+        """Whether no filter is used, so that recorded log-probabilities are those of the sampling distribution."""
+        return self.top_p == 1 and self.top_k == 0 and self.min_p == 0
+
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
@@ -73,9 +83,7 @@ class GenerationRequest:
     def from_json(cls, values: Sequence[Any]) -> Self:
         number, ids, seed, max_new_tokens, media, sampling = values
         files = [MediaFile.from_json(file) for file in media]
-        own_sampling = None
-        if sampling is not None:
-            own_sampling = Sampling(**sampling | {name: tuple(sampling[name]) for name in ("stop", "eos_ids")})
+        own_sampling = None if sampling is None else Sampling.from_json(sampling)
         return cls(number, np.array(ids, dtype=np.int32), seed, max_new_tokens, files, sampling=own_sampling)
 
 
@@ -89,6 +97,7 @@ class Completion:
     versions_N: int32, the version of the weights that generated each token, which is the number of optimizer steps of
         the weights; `NOT_GENERATED` for tokens of an environment.
     finish: "stop" if the model ended the completion, "length" if a limit of tokens cut it.
+
     Raises ValueError for empty arrays, arrays of different lengths, and a log-probability that is not finite or is
     above 0.
     """
@@ -136,7 +145,6 @@ class Completion:
 CompletionCallback = Callable[[tuple[int, Completion]], None]
 
 
-@dataclass(eq=False)
 class CompletionInbox:
     """The completions that engines have generated, in the order of their arrival. `put` can be called in any thread.
 
@@ -145,8 +153,8 @@ class CompletionInbox:
         seconds of `time.monotonic`.
     """
 
-    is_early: bool = False
-    arrivals: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    def __init__(self, *, is_early: bool = False):
+        self.is_early, self.arrivals = is_early, SimpleQueue[Any]()
 
     def put(self, content: Sequence[Any]) -> None:
         """Add a result. content: a request's number, and the completion, its JSON, or the error of the request."""
@@ -159,7 +167,8 @@ class CompletionInbox:
 class Sample:
     """A finished completion of a prompt, including the replies of an environment.
 
-    number, prompt: the numbers of the sample in the run, and of the prompt's document.
+    number: the number of the sample in the run.
+    prompt: the number of the prompt's document.
     reward: the reward of the completion, or None if the run has no reward or has not computed it yet.
     advantage: the reward relative to the rewards of the same prompt (see `with_advantages`).
     reward_parts: if the reward is a weighted sum, its parts without their weights; otherwise empty.

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,35 +22,32 @@ from stillhouse.user_code.functions import Turn, UserFunctionError, about_comple
 _REPEATED_AFTER = 8
 
 
-@dataclass(eq=False)
 class RepeatedCall:
     """Repeats the first call for one part of the reward, and warns if the result differs. name: for the warning."""
 
-    name: str
-    warn: Callable[[str], None]
-    count: int = 0
-    first_arguments: tuple[Any, ...] = ()
-    futures: list[Future[Any]] = field(default_factory=list)
+    def __init__(self, name: str, warn: Callable[[str], None]):
+        self._name, self._warn, self._count = name, warn, 0
+        self._first_arguments, self._futures = tuple[Any, ...](), list[Future[Any]]()
 
     def add(self, part: "WeightedCall", arguments: tuple[Any, ...], future: Future[Any]) -> None:
         """Count a call of the part. When `_REPEATED_AFTER` calls were made, repeat the first call."""
-        self.count += 1
-        if self.count == 1:
-            self.first_arguments, self.futures = arguments, [future]
-        if self.count == _REPEATED_AFTER:
+        self._count += 1
+        if self._count == 1:
+            self._first_arguments, self._futures = arguments, [future]
+        if self._count == _REPEATED_AFTER:
             assert part.calls is not None
             try:
-                again = part.calls.request(part.key, part.path, *self.first_arguments)
+                again = part.calls.request(part.key, part.path, *self._first_arguments)
             except UserFunctionError as error:
                 again = Future()
                 again.set_exception(error)
-            self.futures.append(again)
+            self._futures.append(again)
 
     def compare(self) -> None:
         """Warn, at most once, if the first call and its repetition are done and their results differ."""
-        if len(self.futures) < 2 or not all(future.done() for future in self.futures):
+        if len(self._futures) < 2 or not all(future.done() for future in self._futures):
             return
-        (first, again), self.futures = self.futures, []
+        (first, again), self._futures = self._futures, []
         if first.exception() is not None:
             return
         number, problem = first.result(), again.exception()
@@ -60,8 +57,8 @@ class RepeatedCall:
             second = f"later {again.result():.6g}"
         else:
             return
-        self.warn(
-            f"{self.name} gives {number:.6g} and {second} for the same arguments: a reward that depends on more "
+        self._warn(
+            f"{self._name} gives {number:.6g} and {second} for the same arguments: a reward that depends on more "
             "than its arguments can change when the run is resumed. If the function has a state, give it state_dict "
             "and load_state_dict, so that checkpoints keep the state"
         )
@@ -104,7 +101,9 @@ class RewardSum:
     ) -> "PendingReward":
         """Request the reward of a completion. A function in this process raises UserFunctionError at once.
 
-        source: `file:line` of the record. object_reward: the part that the sample's object gives.
+        source: `file:line` of the record.
+        turns: the turns and the replies of the completion, in their order.
+        object_reward: the part that the sample's object gives.
         """
         futures = []
         for part in self.parts:
@@ -134,6 +133,10 @@ class PendingReward:
     completion: str
     source: str
 
+    @property
+    def is_done(self) -> bool:
+        return all(future.done() for future in self.futures)
+
     def added_to(self, sample: Sample) -> Sample:
         """The sample with its reward. All parts must be done. Raises the error of the first part that has failed."""
         self.sum.compare_repeated()
@@ -162,6 +165,7 @@ def with_advantages(
     With "normalized", the difference is divided by the standard deviation of these rewards (Shao et al. 2024,
     arXiv:2402.03300, section 4.1.2), or the advantage is 0 if `rewards_are_equal`. Samples without rewards are
     returned without a change.
+
     Raises ValueError for centered advantages that float32 cannot represent.
     """
     raw_rewards = [sample.reward for sample in samples if sample.reward is not None]

@@ -6,7 +6,7 @@ the host of rank 0.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from stillhouse.config import RolloutConfig
@@ -61,6 +61,7 @@ class Rollout:
         weights.
     queue, functions: the samples, and the calls of the user's functions, on rank 0.
     prompts, dataset: the documents to which the numbers in `plan` refer.
+    packer: packs the documents of a step.
     """
 
     rollouts: Sequence[RolloutConfig]
@@ -74,7 +75,11 @@ class Rollout:
     dataset: Documents | None
     student: DistributedStudent
     packer: StepPacker
-    _taken: dict[int, list[Sample]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._by_student = self.rollouts[0].writer == "student"
+        self._ranks, self._taken = self.student.ranks, dict[int, list[Sample]]()
+        self._is_single_process = self._ranks.size == 1
 
     def take(self, step: int, timeline: RolloutLog) -> list[Sample]:
         """Return the samples of a step, with rewards and advantages, on all ranks. A collective of all processes.
@@ -85,19 +90,7 @@ class Rollout:
         """
         queue, phase = self.queue, f"the completions of step {step + 1}"
         with watchdog.nested(phase, timed=False):
-            if self.served is not None:
-                with timeline.trainer(f"publish version {step}", step + 1, "weights"):
-                    self.served.publish(step)  # servers still generate with the previous weights
-            if self.schedule.in_order and self.engine is None:
-                with timeline.trainer(WAIT_FOR_COMPLETIONS), self.shared():
-                    if queue is not None and queue.has_requested(step):
-                        queue.wait_for(step)
-            if self.rollouts[0].writer == "student":
-                with timeline.trainer(f"version {step}", step + 1, "weights"):
-                    if self.served is not None:
-                        self.served.update(step)
-                    if self.engine is not None:
-                        self.engine.update_weights(step)
+            self._update_weights(step, timeline)
             with timeline.trainer(WAIT_FOR_COMPLETIONS):
                 with self.shared():
                     if queue is not None:
@@ -118,19 +111,8 @@ class Rollout:
         of this step are taken without `take` as soon as they are finished.
         """
         for step in steps:
-            while step not in self._taken:
-                is_finished = False
-                if self.rollouts[0].schedule == "two_step_off":
-                    with self.shared() as shared:
-                        if self.queue is not None:
-                            shared.value = self.queue.has_requested(step) and self.queue.is_ready(step)
-                    is_finished = bool(shared.value)
-                if not is_finished:
-                    yield None
-                    continue
-                phase = f"the completions of step {step + 1}"
-                with timeline.trainer(WAIT_FOR_COMPLETIONS), watchdog.nested(phase, timed=False):
-                    self._take(step, timeline)
+            while step not in self._taken and not self._take_early(step, timeline):
+                yield None
             rules, numbers = TargetRules.of(self.rollouts), self.plan.from_dataset(step)
             documents = step_documents(self.prompts, self._taken[step], rules, self.dataset, numbers)
             yield self.packer.sharded(self.student, documents)
@@ -150,20 +132,50 @@ class Rollout:
     @contextmanager
     def shared(self) -> Iterator[Shared]:
         """Enter `Ranks.shared`, and raise the errors of `take` on all ranks."""
-        with errors_of_signals(), self.student.ranks.shared(*ERRORS) as shared:
+        with errors_of_signals(), self._ranks.shared(*ERRORS) as shared:
             yield shared
+
+    def _update_weights(self, step: int, timeline: RolloutLog) -> None:
+        """Give the weights of this step to the engine, if the student generates the samples."""
+        if self.served is not None:
+            with timeline.trainer(f"publish version {step}", step + 1, "weights"):
+                self.served.publish(step)  # servers still generate with the previous weights
+        if self.schedule.in_order and self.engine is None:
+            with timeline.trainer(WAIT_FOR_COMPLETIONS), self.shared():
+                if self.queue is not None and self.queue.has_requested(step):
+                    self.queue.wait_for(step)
+        if not self._by_student:
+            return
+        with timeline.trainer(f"version {step}", step + 1, "weights"):
+            if self.served is not None:
+                self.served.update(step)
+            if self.engine is not None:
+                self.engine.update_weights(step)
 
     def _take(self, step: int, timeline: RolloutLog) -> None:
         samples: list[Sample] = []
         with self.shared() as shared:
             if self.queue is not None:
                 samples = self.queue.take(step)
-                if self.student.ranks.size > 1:
+                if not self._is_single_process:
                     shared.value = [sample.as_json() for sample in samples]
         if self.queue is None:
             samples = [Sample.from_json(values) for values in shared.value]
         elif self.queue.taken_times != (0.0, 0.0):
             timeline.add_monotonic(step + 1, "rollout", f"{len(samples)} completions", *self.queue.taken_times)
-        if self.rollouts[0].writer == "student":
+        if self._by_student:
             require_versions(samples, step, self.rollouts[0].max_staleness)
         self._taken[step] = samples
+
+    def _take_early(self, step: int, timeline: RolloutLog) -> bool:
+        """Take the samples of a later step if they are finished, and return whether they are."""
+        if self.rollouts[0].schedule != "two_step_off":
+            return False
+        with self.shared() as shared:
+            if self.queue is not None:
+                shared.value = self.queue.has_requested(step) and self.queue.is_ready(step)
+        if shared.value:
+            phase = f"the completions of step {step + 1}"
+            with timeline.trainer(WAIT_FOR_COMPLETIONS), watchdog.nested(phase, timed=False):
+                self._take(step, timeline)
+        return bool(shared.value)

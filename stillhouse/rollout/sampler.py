@@ -94,7 +94,9 @@ class TokenSampler(LogitsProcessor):
 
         Both choices take the entry with the largest sum of log-probability and Gumbel noise. A block's probability is
         the sum over its ids. Every block and every id has its own noise. So a rounding difference in the scores, for
-        example in another batch or layout, very rarely changes the sampled token. weights_BV is exp(scores_BV).
+        example in another batch or layout, very rarely changes the sampled token.
+
+        weights_BV: exp(scores_BV).
         """
         if self._filters:
             scores_BV = scores_BV.clone()

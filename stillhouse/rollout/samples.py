@@ -38,6 +38,7 @@ class SourceSettings:
         records of the data.
     calls_from_any_thread: whether a reward or a reply is requested as soon as the model's turn ends, even while the
         engine generates other completions. Otherwise, `Samples.receive` requests it.
+    max_turns: the maximum number of turns of the model.
     object_gives_reward: whether the object that `environment` keeps for each sample gives a part of `reward`.
     """
 
@@ -279,14 +280,13 @@ class Samples:
         requests the reward.
         """
         reward = self._missing_reward(sample)
-        return reward is None or all(future.done() for future in reward.futures)
+        return reward is None or reward.is_done
 
     def with_present_reward(self, sample: Sample) -> Sample:
         """Return the sample, with its reward if already known. Neither waits nor raises errors of the reward."""
         reward = self._rewards.get(sample.number)
         with suppress(Exception):
-            if reward is not None and all(future.done() for future in reward.futures):
-                return reward.added_to(sample)
+            return sample if reward is None or not reward.is_done else reward.added_to(sample)
         return sample
 
     def wait_until_dropped(self) -> None:

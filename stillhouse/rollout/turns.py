@@ -84,12 +84,13 @@ def done(value: Any) -> Future[Any]:
 
 
 class TurnReplies(ABC):
-    """Replies to the turns of samples. The methods can be called in any thread."""
+    """Replies to the turns of samples. The methods can be called in any thread.
+
+    calls: the calls of the user's functions.
+    """
 
     def __init__(self, calls: EpisodeCalls, tokenizer: PreTrainedTokenizerBase):
         self._calls, self._tokenizer = calls, tokenizer
-        #: the ids of the special tokens, such as the tokens that end a turn
-        self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     @abstractmethod
     def request(self, sample: SampleTurns) -> Future[Any] | None:
@@ -103,6 +104,7 @@ class TurnReplies(ABC):
 
         sample, future: the argument and the result of `request`. The future must be done.
         most: the number of tokens that the caller needs from the beginning of the reply.
+
         Raises UserFunctionError if the call has failed, or if a sample cannot have this reply.
         """
 

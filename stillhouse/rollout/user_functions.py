@@ -18,7 +18,7 @@ from stillhouse.parallel import log_rank0
 from stillhouse.rollout.records import Sampling
 from stillhouse.rollout.reward import RepeatedCall, RewardSum, WeightedCall
 from stillhouse.rollout.samples import SourceSettings
-from stillhouse.user_code.environment import environment_of
+from stillhouse.user_code.environment import Environment, environment_of
 from stillhouse.user_code.function_calls import FunctionCalls
 from stillhouse.user_code.function_state import has_state, state_text
 from stillhouse.user_code.functions import (
@@ -34,7 +34,13 @@ from stillhouse.user_code.functions import (
 
 
 def user_function(key: str, path: str, full_key: str | None = None) -> UserFunction:
-    """Import a function (see `load_function`). Raises ConfigError of `full_key` or `key` if it cannot be used."""
+    """Import a function (see `load_function`).
+
+    key: the configuration key of this kind of function, such as `REWARD`.
+    full_key: the key that the error names, or None if it is `key`.
+
+    Raises ConfigError if the function cannot be used.
+    """
     with as_config_error(full_key or key):
         return load_function(key, path, function_hint(path))
 
@@ -51,6 +57,7 @@ def loaded_functions(
     section: the section rollout of the configuration, or None for its defaults. The samples of eval.prompts have its
         environment and its tools.
     rollout_key: returns the full key, from the number of a source and a key of the section rollout.
+
     Raises ConfigError if a function cannot be used (see `load_function`), or has a state that a checkpoint cannot
     contain.
     """
@@ -69,9 +76,13 @@ def loaded_functions(
 def _functions_of(
     rollout: RolloutConfig, reward_kind: str, reward_key: str, full_key: Callable[[str], str]
 ) -> list[UserFunction]:
-    """Import the functions of one source of prompts, or of eval.prompts. Raises the errors of `loaded_functions`.
+    """Import the functions of one source of prompts, or of eval.prompts.
 
-    reward_kind: `REWARD` or `EVAL_REWARD`. reward_key: the full key of the rewards, for errors.
+    reward_kind: the configuration key of this kind of reward, `REWARD` or `EVAL_REWARD`.
+    reward_key: the full key of the rewards, for errors.
+    full_key: returns the full key for a key of the section rollout.
+
+    Raises the errors of `loaded_functions`.
     """
     environment = environment_of(rollout, full_key)
     rewards = [part.name for part in reward_parts(rollout.reward) if part.is_function]
@@ -82,19 +93,8 @@ def _functions_of(
     for function, key in functions:
         _require_state(function, rollout.workers, key)
     if has_part_of_object(rollout.reward):
-        # a sample has one object that gives a reward
-        key, candidates = ("rollout", []) if environment is None else (environment.key, environment.functions)
-        rewarding = [function for function in candidates if gives_reward(function)]
         with as_config_error(reward_key):
-            for function in rewarding:
-                require_synchronous(f"{function.path}.{REWARD_METHOD}", getattr(function.function, REWARD_METHOD))
-            if len(rewarding) != 1:
-                several = f" ({name_list(function.path for function in rewarding)})" if rewarding else ""
-                raise ValueError(
-                    f"got environment, but {len(rewarding)} classes in {key} have a method reward without arguments"
-                    f"{several}: expected one class (package.module:Class) whose reward() gives the reward of a "
-                    "sample"
-                )
+            _require_one_rewarding_class(environment)
     return [function for function, _ in functions]
 
 
@@ -109,6 +109,20 @@ def _require_state(function: UserFunction, workers: int, key: str) -> None:
             "rollout.workers",
             f"got {workers}: expected 0, because {function} has a state (state_dict), and a checkpoint contains only "
             "states of the process of rank 0",
+        )
+
+
+def _require_one_rewarding_class(environment: Environment | None) -> None:
+    """Raise ValueError unless a sample has one object that gives a reward."""
+    key, functions = ("rollout", []) if environment is None else (environment.key, environment.functions)
+    rewarding = [function for function in functions if gives_reward(function)]
+    for function in rewarding:
+        require_synchronous(f"{function.path}.{REWARD_METHOD}", getattr(function.function, REWARD_METHOD))
+    if len(rewarding) != 1:
+        several = f" ({name_list(function.path for function in rewarding)})" if rewarding else ""
+        raise ValueError(
+            f"got environment, but {len(rewarding)} classes in {key} have a method reward without arguments"
+            f"{several}: expected one class (package.module:Class) whose reward() gives the reward of a sample"
         )
 
 
@@ -132,6 +146,7 @@ class CompletionCalls:
         """Start the workers, and open the reward servers.
 
         rollouts, samplings: the section rollout and the sampling settings for each source of prompts.
+        reward_key: the key of the configuration that has the rewards.
         compare_first: whether the first call of each reward is repeated. A warning is printed if the results differ.
         """
         rollout, rewards = rollouts[0], [part for source in rollouts for part in reward_parts(source.reward)]

@@ -6,7 +6,7 @@ or computes only its own shard of these weights. The values are the same under e
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -176,23 +176,18 @@ class ModelSources:
         folder = None if teacher is None else local_folder(str(teacher.model), teacher.revision)
         source = self.sharded("student", offload=self.offload, autocast=self.autocast, weights=folder)
         config = read_configuration(local_folder(self.student.model, self.student.revision))
-        dtype, layers = parse_dtype(self.student.dtype), list[int]()
-        if folder is not None:
+        if folder is None:
+            dtype = parse_dtype(self.student.dtype)
+            read: Callable[[Decoder], None] = partial(
+                _initialize_randomly, config=config, dtype=dtype, seed=self.seed
+            )
+        else:
             layers = _fitting_layers(init, text_config(config), text_config(read_configuration(folder)))
+            read = partial(_read_layers, folder=folder, layers=layers)
 
         def load(decoder: Decoder) -> None:
             allocate(decoder, self.mesh.device, offload=self.offload)
-            if folder is None:
-                _initialize_randomly(decoder, config, dtype, self.seed)
-            else:
-                with as_config_error(_INIT):
-                    numbered = numbered_layers(decoder)
-                name = next(name for name, module in decoder.backbone.named_modules() if module is numbered)
-                prefix = re.escape(f"{decoder.backbone_name}.{name}.")
-                number = re.compile(rf"(?<=^{prefix})\d+(?=\.)")
-                # in a tensor's name, replace the number of the student's layer by the number of the teacher's layer
-                in_teacher = partial(number.sub, lambda match: str(layers[int(match[0])]))
-                read_weights(decoder, folder, renamed=in_teacher)
+            read(decoder)
             self._draw(decoder)
             check_finite_weights(decoder, "student")
 
@@ -270,6 +265,21 @@ def load_model(
         raise ValueError(f"{which}: {error}") from error
     check_finite_weights(decoder, which)
     return decoder
+
+
+def _read_layers(decoder: Decoder, folder: str, layers: Sequence[int]) -> None:
+    """Read the weights of the student's layers, and all its other weights, from the teacher's folder.
+
+    layers: for each layer of the student, the number of the teacher's layer that it gets.
+    """
+    with as_config_error(_INIT):
+        numbered = numbered_layers(decoder)
+    name = next(name for name, module in decoder.backbone.named_modules() if module is numbered)
+    prefix = f"{decoder.backbone_name}.{name}."
+    number = re.compile(rf"(?<=^{re.escape(prefix)})\d+(?=\.)")
+    # in the name of a tensor, replace the number of the student's layer by the number of the teacher's layer
+    in_teacher = partial(number.sub, lambda match: str(layers[int(match[0])]))
+    read_weights(decoder, folder, renamed=in_teacher)
 
 
 def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher: PreTrainedConfig) -> list[int]:

@@ -203,5 +203,5 @@ def _part_types() -> list[type[LossPart]]:
 def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:
     if store is None or store.signal.is_exact:
         return "over the full vocabulary"
-    tail = f" (tail: {teacher.tail})" if store.signal.kind in ("top_k", "chosen") else ""
+    tail = f" (tail: {teacher.tail})" if store.signal.has_tail else ""
     return f"over {store.signal} of the teacher{tail}"

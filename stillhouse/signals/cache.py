@@ -45,16 +45,7 @@ class SignalCache(SignalStore):
 
     def __init__(self, folder: Path):
         self.folder, self.name, self.teacher_folder = folder, str(folder), folder / TEACHER
-        if not (index := folder / INDEX).is_file():
-            unfinished = (folder / MANIFEST).is_file()
-            what = "is an unfinished cache, which the same command continues" if unfinished else "is not a cache"
-            raise ValueError(f"{folder} {what}; expected a folder that `stillhouse cache` has written")
-        try:
-            hashes = json.loads(index.read_text(encoding="utf-8"))["sha256"]
-            self.hashes = {str(name): str(digest) for name, digest in hashes.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{index} is damaged: write the cache again ({error})") from error
-        self._unchanged, self._lock = set[str](), Lock()
+        self.hashes = _index(folder)
         # added files are refused, too, because a file such as an index can change which files are read
         present = {f"{TEACHER}/{path.name}" for path in self.teacher_folder.glob("*")}
         for name in sorted({MANIFEST} | present | {name for name in self.hashes if name.startswith(f"{TEACHER}/")}):
@@ -62,6 +53,7 @@ class SignalCache(SignalStore):
         self.manifest = CacheManifest.from_json((folder / MANIFEST).read_text(encoding="utf-8"), folder / MANIFEST)
         self.signal, self.width, self.identity = self.manifest.signal, self.manifest.width, self.manifest.identity
         self.vocabulary = self.manifest.vocabulary
+        self._verified, self._lock = set[int](), Lock()
         self._files: list[Any] = []
         self.documents: dict[bytes, StoredDocument] = {}
         for number in range(self.manifest.shards):
@@ -106,7 +98,7 @@ class SignalCache(SignalStore):
     def verify(self) -> None:
         """Compare every shard with its hash, and check the rows of all documents. Raises ValueError for a problem."""
         for number in range(self.manifest.shards):
-            self._require_unchanged(shard_name(number))
+            self._verify(number)
         for document, stored in self.documents.items():
             self.read_document(document, stored.rows)
 
@@ -120,7 +112,7 @@ class SignalCache(SignalStore):
             raise ValueError(
                 f"{self.folder} has no rows {rows.start} to {rows.stop - 1} of document {document.hex()}"
             )
-        self._require_unchanged(shard_name(stored.shard))
+        self._verify(stored.shard)
         path = self.folder / shard_name(stored.shard)
         with reading(f"{path} {_DAMAGED}"):
             tensors = read_rows(self.manifest, self._files[stored.shard], stored, rows)
@@ -161,12 +153,26 @@ class SignalCache(SignalStore):
             self.documents[raw[at * ID_BYTES : (at + 1) * ID_BYTES]] = StoredDocument(number, at, first_row, rows)
         self._files.append(file)
 
-    def _require_unchanged(self, name: str) -> None:
-        """Compare a file with its hash, once."""
+    def _verify(self, number: int) -> None:
         with self._lock:
-            if name in self._unchanged:
-                return
-            path = self._present(name)
-            if file_hash(path) != self.hashes.get(name):
-                raise ValueError(f"{path} was changed or added after the cache was written: write the cache again")
-            self._unchanged.add(name)
+            if number not in self._verified:
+                self._require_unchanged(shard_name(number))
+                self._verified.add(number)
+
+    def _require_unchanged(self, name: str) -> None:
+        path = self._present(name)
+        if file_hash(path) != self.hashes.get(name):
+            raise ValueError(f"{path} was changed or added after the cache was written: write the cache again")
+
+
+def _index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX
+    if not path.is_file():
+        unfinished = (folder / MANIFEST).is_file()
+        what = "is an unfinished cache, which the same command continues" if unfinished else "is not a cache"
+        raise ValueError(f"{folder} {what}; expected a folder that `stillhouse cache` has written")
+    try:
+        hashes = json.loads(path.read_text(encoding="utf-8"))["sha256"]
+        return {str(name): str(digest) for name, digest in hashes.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: write the cache again ({error})") from error

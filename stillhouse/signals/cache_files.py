@@ -60,7 +60,8 @@ class CacheManifest:
 
     teacher_hash, tokenizer_hash: hashes of the teacher's files and of the teacher's tokenizer
     vocabulary, width: the number of rows of the teacher's head, and the teacher's width
-    documents_hash, versions: the hash `documents_hash` of all documents, and the versions of the libraries
+    documents_hash: a hash of the ids and row ranges of all documents
+    versions: the versions of the libraries
     packed: whether ids and counts are stored with the smallest possible number of bits; refused for hidden states
     media: `MediaProcessor.pixels_identity`, which identifies how tensors were made of media; None without media
     teacher_media: a hash of the teacher's processor of media; None if the teacher has no separate processor

@@ -96,8 +96,11 @@ def extract(wanted: Wanted, hidden_states: Tensor, head: OutputHead, rows: Signa
 
 
 def uniform_numbers(document: bytes, rows: range, draws: int) -> np.ndarray:
-    """Return uniform random numbers in [0, 1) for some rows of a document, [rows, draws] float64, from the document's
-    id of 16 bytes. The generator's raw output is the same in all versions of numpy.
+    """Return uniform random numbers in [0, 1) for some rows of a document, [rows, draws] float64.
+
+    document: the document's id of 16 bytes.
+
+    The numbers are computed from the generator's raw output, which is the same in all versions of numpy.
     """
     generator = np.random.Philox(key=int.from_bytes(document, "little"))
     raw = generator.random_raw(rows.stop * draws).reshape(rows.stop, draws)[rows.start :]

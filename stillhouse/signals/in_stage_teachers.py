@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,7 +68,6 @@ class InStageTeacher(SignalSource):
         return PendingSignals.ready([{TEACHER: IN_STAGE}] * len(micro_batches))
 
 
-@dataclass(eq=False)
 class SelfTeacher(SignalSource):
     """The student as its own teacher: with its present weights and a privileged prompt, or with averaged weights.
 
@@ -78,17 +77,18 @@ class SelfTeacher(SignalSource):
     autocast: the dtype of the student's matrix products. If it is None, they have the weights' dtype.
     """
 
-    student: DistributedStudent
-    autocast: torch.dtype | None
-    average: WeightAverage | None = None
+    def __init__(
+        self, student: DistributedStudent, autocast: torch.dtype | None, average: WeightAverage | None = None
+    ):
+        self._student, self._autocast, self._average = student, autocast, average
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
         """Compute the signals on the student's last stage: `StudentHidden` or, with averaged weights, `FullVocab`."""
-        processor: OutputProcessor = _hidden if self.average is None else _WithHead()
+        processor: OutputProcessor = _hidden if self._average is None else _WithHead()
         read = [batch.as_read_by_teacher for batch in micro_batches]
-        with nullcontext() if self.average is None else self.average.applied():
-            signals = student_forward(self.student, read, processor, self.autocast)
-        if not self.student.has_last_stage:
+        with nullcontext() if self._average is None else self._average.applied():
+            signals = student_forward(self._student, read, processor, self._autocast)
+        if not self._student.has_last_stage:
             return PendingSignals.ready([{}] * len(read))
         return PendingSignals.ready([{TEACHER: signal} for signal in signals])
 
@@ -108,14 +108,14 @@ def _hidden(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int
     return StudentHidden(replicated_hidden(hidden_states, head).flatten(0, 1))
 
 
-@dataclass(eq=False)
 class _WithHead:
     """Returns exact signals with a copy of the averaged head. All micro-batches of a step share this copy."""
 
-    head: OutputHead | None = None
+    def __init__(self) -> None:
+        self._head: OutputHead | None = None
 
     def __call__(self, *, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> FullVocab:
-        if self.head is None:
+        if self._head is None:
             bias = None if head.bias is None else head.bias.detach().clone()
-            self.head = replace(head, weight_VD=head.weight_VD.detach().clone(), bias=bias)
-        return full_vocab(hidden_states=hidden_states, head=self.head, context=None)
+            self._head = replace(head, weight_VD=head.weight_VD.detach().clone(), bias=bias)
+        return full_vocab(hidden_states=hidden_states, head=self._head, context=None)

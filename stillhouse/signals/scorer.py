@@ -6,7 +6,6 @@ the hidden states of its rows.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
@@ -156,7 +155,6 @@ def _extract_all(
     return {wanted: extract(wanted, hidden_states, head, some) for wanted, some in rows.items()}
 
 
-@dataclass(eq=False)
 class LocalModelStore(SignalStore):
     """A signal store with a full copy of a teacher in this process, which runs on the documents of each read.
 
@@ -168,18 +166,23 @@ class LocalModelStore(SignalStore):
     packs_all: whether all documents of a read are packed before they are divided into batches, for less padding
     """
 
-    name: str
-    identity: str
-    signal: SignalSpec
-    load: Callable[[torch.device], Decoder]
-    tokens: int
-    processor: MediaProcessor | None = None
-    packs_all: bool = False
-    _media_inputs: MediaInputs | None = None
-    _decoder: Decoder | None = None
-    _longest: int = 0
-    _largest_id: int = 0
-    _running: Lock = field(default_factory=Lock, init=False)
+    def __init__(
+        self,
+        name: str,
+        identity: str,
+        signal: SignalSpec,
+        load: Callable[[torch.device], Decoder],
+        tokens: int,
+        *,
+        processor: MediaProcessor | None = None,
+        packs_all: bool = False,
+    ):
+        self.name, self.identity, self.signal, self._load, self._tokens = name, identity, signal, load, tokens
+        self._packs_all, self._processor = packs_all, processor
+        self._media_inputs: MediaInputs | None = None
+        self._decoder: Decoder | None = None
+        self._longest = self._largest_id = 0
+        self._running = Lock()
 
     def require(self, documents: Documents, what: str, media_inputs: MediaInputs | None = None) -> None:
         """Store the length of the longest document and the largest id; `start` checks them against the model."""
@@ -190,15 +193,15 @@ class LocalModelStore(SignalStore):
         """Load the model, and prove it on media. Raises ValueError if it cannot read the documents of `require`."""
         if self._decoder is not None:
             return
-        decoder = self.load(device).requires_grad_(False)
+        decoder = self._load(device).requires_grad_(False)
         check_document_length(decoder.pretrained, self._longest, "teacher")
         if self._largest_id >= decoder.vocabulary_rows:
             raise ValueError(
                 f"a text has the teacher's token id {self._largest_id}, but the teacher's head has "
                 f"{decoder.vocabulary_rows} rows: model and tokenizer do not belong together"
             )
-        if self.processor is not None:
-            self._media_inputs = proven_media_inputs(decoder, self.processor)
+        if self._processor is not None:
+            self._media_inputs = proven_media_inputs(decoder, self._processor)
         self._decoder = decoder
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
@@ -208,12 +211,12 @@ class LocalModelStore(SignalStore):
         requests = [ScoreRequest(document, self.signal) for document in wanted]
         batches: list[list[ScoreRequest]] = []
         for request in requests:
-            if not batches or sum(other.tokens for other in batches[-1]) + request.tokens > self.tokens:
+            if not batches or sum(other.tokens for other in batches[-1]) + request.tokens > self._tokens:
                 batches.append([])
             batches[-1].append(request)
         with self._running, torch.no_grad():
-            if self.packs_all:
-                signals = scorer.tensors(requests, self.tokens)
+            if self._packs_all:
+                signals = scorer.tensors(requests, self._tokens)
             else:
                 signals = [tensors for batch in batches for tensors in scorer.tensors(batch)]
         for document, tensors in zip(wanted, signals, strict=True):

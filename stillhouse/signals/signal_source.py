@@ -125,51 +125,24 @@ class SeveralTeachers(SignalSource):
         }
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
-        """Request the signals. A teacher with `steps_ahead` = 0 gets its request only when `result` is called.
-
-        With a route, a teacher gets only the rows of its own documents.
-        """
-        route, device = self._route, self._student.device
-        # for each micro-batch, the indices of the rows with a non-zero weight, by the name of their teacher
-        cpu_rows: list[dict[str, Tensor]] = []
-        if route is not None:
-            for batch in micro_batches.on_cpu:
-                index, document_T = batch.valid_index, batch.document_T
-                documents, place_C = document_T[index].unique(return_inverse=True)
-                names = [micro_batches.all_ranks.value(document, route) for document in documents.tolist()]
-                is_of = {name: torch.tensor([other == name for other in names]) for name in self.teachers}
-                cpu_rows.append({name: index[is_of_D.bool()[place_C]] for name, is_of_D in is_of.items()})
-        rows = [{name: copied_to(index, device) for name, index in indices.items()} for indices in cpu_rows]
-        views: dict[str, ShardedMicroBatches] = {}
-        for name in self.teachers:
-            step, view = micro_batches.all_ranks.for_teacher(name), micro_batches
-            if step is not micro_batches.all_ranks:
-                view = shard_micro_batches(step, self._student.mesh, uniform_shapes=micro_batches.uniform_shapes)
-            if route is not None:
-                on_cpu = [
-                    replace(batch, valid_index=of[name]) for batch, of in zip(view.on_cpu, cpu_rows, strict=True)
-                ]
-                routed = [replace(batch, valid_index=of[name]) for batch, of in zip(view, rows, strict=True)]
-                view = ShardedMicroBatches(routed, view.all_ranks, uniform_shapes=view.uniform_shapes, on_cpu=on_cpu)
-            views[name] = view
+        """Request the signals. A teacher with `steps_ahead` = 0 gets its request only when `result` is called."""
+        rows = None if self._route is None else self._rows(micro_batches, self._route)
+        views = {name: self._view(micro_batches, name, rows) for name in self.teachers}
         pending: dict[str, PendingSignals] = {}
         for name, source in self.teachers.items():
             deferred = PendingSignals(partial(self._signals_of, name, views[name]))
             pending[name] = source.request(views[name]) if source.steps_ahead else deferred
-        return PendingSignals(partial(self._result, pending, len(micro_batches), None if route is None else rows))
+        return PendingSignals(partial(self._result, pending, len(micro_batches), rows))
 
     def _result(
-        self,
-        pending: Mapping[str, PendingSignals],
-        micro_batches: int,
-        rows: Sequence[Mapping[str, Tensor]] | None,
+        self, pending: Mapping[str, PendingSignals], micro_batches: int, rows: "_RoutedRows | None"
     ) -> Sequence[Signals]:
         teachers = {name: signals.result() for name, signals in pending.items()}
         results: list[Signals] = []
         for number in range(micro_batches):
             named = {name: signal for name, signals in teachers.items() for signal in signals[number].values()}
             if rows is not None:
-                routed = {name: RoutedSignal(signal, rows[number][name]) for name, signal in named.items()}
+                routed = {name: RoutedSignal(signal, rows[1][number][name]) for name, signal in named.items()}
                 if not self._heads_are_sharded:  # sharded heads are all kept: every rank must gather them
                     # teachers without rows are dropped, but at least one is kept
                     with_rows = {name: signal for name, signal in routed.items() if len(signal.index)}
@@ -179,7 +152,7 @@ class SeveralTeachers(SignalSource):
         return results
 
     def _signals_of(self, name: str, view: ShardedMicroBatches) -> Sequence[Signals]:
-        """Compute the signals of a teacher with `steps_ahead` = 0. view: its micro-batches, as in `request`"""
+        """Compute the signals of a teacher with `steps_ahead` = 0. view: the result of `_view` for this teacher"""
         source = self.teachers[name]
         if self._route is None:
             return source.request(view).result()
@@ -191,6 +164,35 @@ class SeveralTeachers(SignalSource):
         ]
         return source.request_some(view, numbers).result()
 
+    def _rows(self, micro_batches: ShardedMicroBatches, route: str) -> "_RoutedRows":
+        on_cpu = []
+        for batch in micro_batches.on_cpu:
+            index, document_T = batch.valid_index, batch.document_T
+            documents, place_C = document_T[index].unique(return_inverse=True)
+            names = [micro_batches.all_ranks.value(document, route) for document in documents.tolist()]
+            is_of = {name: torch.tensor([other == name for other in names]) for name in self.teachers}
+            on_cpu.append({name: index[is_of_D.bool()[place_C]] for name, is_of_D in is_of.items()})
+        device = self._student.device
+        return on_cpu, [{name: copied_to(index, device) for name, index in rows.items()} for rows in on_cpu]
+
+    def _view(self, micro_batches: ShardedMicroBatches, name: str, rows: "_RoutedRows | None") -> ShardedMicroBatches:
+        """The micro-batches with one teacher's inputs and, with a route, only the rows of that teacher."""
+        step, view = micro_batches.all_ranks.for_teacher(name), micro_batches
+        if step is not micro_batches.all_ranks:
+            view = shard_micro_batches(step, self._student.mesh, uniform_shapes=micro_batches.uniform_shapes)
+        if rows is None:
+            return view
+        on_cpu, routed = (
+            [replace(batch, valid_index=rows_of[name]) for batch, rows_of in zip(batches, rows_by_batch, strict=True)]
+            for batches, rows_by_batch in zip((view.on_cpu, view), rows, strict=True)
+        )
+        return ShardedMicroBatches(routed, view.all_ranks, uniform_shapes=view.uniform_shapes, on_cpu=on_cpu)
+
     def close(self) -> None:
         for teacher in self.teachers.values():
             teacher.close()
+
+
+#: two lists, on the CPU and on the device. They have, for each micro-batch of this process, the indices of the rows
+#: with a non-zero weight, by the name of their teacher
+_RoutedRows = tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]

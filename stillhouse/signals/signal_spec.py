@@ -78,6 +78,11 @@ class SignalSpec:
         return self.kind == "hidden"
 
     @property
+    def has_tail(self) -> bool:
+        """Whether `teacher.tail` determines how the mass outside the ids is treated."""
+        return self.kind in ("top_k", "chosen")
+
+    @property
     def entries(self) -> int:
         """K or M, without the label's entry."""
         assert self.top_k is not None

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -101,18 +100,18 @@ class SignalStore(ABC):
         """Abandon the reads in progress, which then raise an error."""
 
 
-@dataclass(eq=False)
 class SignalWatch:
     """Raises an error `SECONDS_TO_STOP` after a signal such as SIGTERM. A loop that waits must call this object."""
 
-    error: Exception
-    since: float | None = None
+    def __init__(self, error: Exception):
+        self._error = error
+        self._since: float | None = None
 
     def __call__(self) -> None:
         if requested():
-            self.since = self.since or time.monotonic()
-            if time.monotonic() - self.since > SECONDS_TO_STOP:
-                raise self.error
+            self._since = self._since or time.monotonic()
+            if time.monotonic() - self._since > SECONDS_TO_STOP:
+                raise self._error
 
 
 class SignalsLostError(ValueError):
@@ -236,7 +235,8 @@ class StoredTeacher(SignalSource):
 
 class ChosenTeacher(StoredTeacher):
     """Requests the teacher's log-probabilities of the student's top-k ids, except ids that the teacher's head lacks.
-    autocast: see `SelfTeacher`.
+
+    autocast: the dtype of the student's matrix products. If it is None, they have the dtype of its weights.
     """
 
     steps_ahead = 0

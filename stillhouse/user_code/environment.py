@@ -42,7 +42,11 @@ class Environment(ABC):
 
     @abstractmethod
     def __init__(self, rollout: "PromptConfig", full_key: Callable[[str], str]):
-        """Read the section rollout of one source of prompts. full_key: returns the full key for a key of it."""
+        """Read the settings of one source of prompts.
+
+        rollout: the section rollout of the source.
+        full_key: returns the full key for a key of the section.
+        """
 
     @property
     @abstractmethod
@@ -60,6 +64,7 @@ class Environment(ABC):
         """Return a function that makes the calls in this process: call(prompt, completion, record, source, episode).
 
         is_limited: whether the process has a limit of memory. A MemoryError in a call must then be raised.
+
         Raises ValueError if the functions cannot be imported.
         """
 
@@ -73,7 +78,9 @@ class Environment(ABC):
     def replies(self, calls: Any, tokenizer: Any, processor: Any, warn: Callable[[str], None]) -> Any:
         """Return the `rollout.turns.TurnReplies` of this environment.
 
-        calls: the calls of the user's functions. processor: that of media. warn: prints a warning, in any thread.
+        calls: the calls of the user's functions.
+        processor: the processor of media, or None.
+        warn: prints a warning, in any thread.
         """
 
 
@@ -121,8 +128,10 @@ def episode_of(arguments: Sequence[Any]) -> Episode | None:
 def answer_of(key: str, path: str, *, is_limited: bool = False) -> Callable[..., Any]:
     """Return a function that calls a reward or an environment of the user in this process.
 
+    key: the configuration key.
     path: the path of the user's function, or the paths of tools, separated by spaces.
     is_limited: see `Environment.answer`.
+
     Raises ValueError if the user's function cannot be imported.
     """
     section, _, name = key.partition(".")

@@ -77,6 +77,7 @@ class FunctionCalls:
 
         arguments: (prompt, completion, record, source), for an environment with a state also an `Episode`, and for a
             reward with a parameter `turns` also the turns.
+
         If the call fails, or if it has not returned in two workers, the future raises UserFunctionError. Without
         workers, this method raises it. After `close`, the future can remain pending forever.
         """
@@ -136,8 +137,7 @@ class FunctionCalls:
                     worker = self._answer(call, worker)
                 finally:
                     if not call.future.done():
-                        name = ": ".join(self._functions[call.at])
-                        given_up = f"the call of {name} was given up, because the run ends"
+                        given_up = f"the call of {self._name(call)} was given up, because the run ends"
                         call.future.set_exception(ValueError(given_up))
         except _ClosedError:
             return
@@ -169,7 +169,7 @@ class FunctionCalls:
             else:
                 call.future.set_result(answer[VALUE])
             return worker
-        if not problem.startswith(name := ": ".join(self._functions[call.at])):
+        if not problem.startswith(name := self._name(call)):
             problem = f"{name} {problem}{about_completion(*call.arguments[1:4:2])}"
         first, *frames = problem.split("\n")
         # if the second process did not start, the call is not the cause, so its error must not become a tool's reply
@@ -177,6 +177,9 @@ class FunctionCalls:
         repeated = "; the call was repeated once, in a new process, with the same result"
         call.future.set_exception(kind("\n".join([first + repeated, *frames])))
         return worker
+
+    def _name(self, call: _Call) -> str:
+        return ": ".join(self._functions[call.at])
 
     def _start(self) -> Worker:
         with self._changed:

@@ -8,7 +8,7 @@ import warnings
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from stillhouse.user_code.functions import in_words, no_module
+from stillhouse.user_code.functions import in_words, no_function, no_module
 
 #: a module that uses one of these names can have functions whose names are not in its source
 _DYNAMIC = ("globals", "exec", "setattr", "__getattr__", "__path__", "*")
@@ -17,7 +17,9 @@ _DYNAMIC = ("globals", "exec", "setattr", "__getattr__", "__path__", "*")
 def require_in_file(path: str, hint: str = "") -> None:
     """Raise ValueError if `package.module:function` certainly does not exist, or if its module is not valid Python.
 
-    Other mistakes are found only when the module is imported. hint: see `load_function`.
+    Other mistakes are found only when the module is imported.
+
+    hint: a text that the error adds if there is no such module.
     """
     module, _, function = path.partition(":")
     if module in sys.modules:
@@ -41,12 +43,15 @@ def require_in_file(path: str, hint: str = "") -> None:
         raise no_module(path, module, hint)
     names = _names(path, spec)
     if function not in names and names.isdisjoint(_DYNAMIC):
-        raise ValueError(f"got {path!r}, but {module} has no function {function!r}")
+        raise no_function(path, module, function)
 
 
 def _names(path: str, spec: ModuleSpec) -> set[str]:
-    """All names that a module defines or uses anywhere, or `_DYNAMIC` if its source cannot be examined. Raises
-    ValueError, with the function's path, if the module is not valid Python.
+    """All names that a module defines or uses anywhere, or `_DYNAMIC` if its source cannot be examined.
+
+    path: the function's path, for the error.
+
+    Raises ValueError if the module is not valid Python.
     """
     if spec.origin is None:  # a folder without __init__.py
         return set()

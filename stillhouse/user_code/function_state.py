@@ -66,6 +66,7 @@ class FunctionStates:
         texts, sources: the values of `texts()` and `sources` in the checkpoint.
         warn: prints a line. It is called if the source of a module has changed, if the function of a state is
             missing, or if the checkpoint lacks the state of a function.
+
         Raises UserFunctionError if a function does not load its state.
         """
         if changed := [name for name, digest in self.sources.items() if sources.get(name, digest) != digest]:

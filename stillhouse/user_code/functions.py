@@ -85,7 +85,11 @@ class Turn(TypedDict):
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function of the user. key: the configuration key that names it. path: `package.module:function`."""
+    """A function of the user.
+
+    key: the configuration key that names this function.
+    path: `package.module:function`.
+    """
 
     key: str
     path: str
@@ -108,7 +112,9 @@ class UserFunction:
         return TURNS in outer or (passes_on and TURNS in inner)
 
     def __call__(self, *arguments: Any, about: str = "", **named: Any) -> Any:
-        """Call the function. about: a text that is added to error messages, for example to name the completion.
+        """Call the function.
+
+        about: a text that is added to error messages, for example to name the completion.
 
         Raises UserFunctionError if the function raises an exception or changes settings of the process (which are
         then restored), and OverdueError if the function does not return after a signal.
@@ -138,6 +144,7 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
 
     key: the configuration key, which determines the parameters that the function must have.
     hint: a text that the error adds if there is no such module.
+
     Raises ValueError for a function that cannot be imported, is asynchronous, or does not have these parameters.
     """
     module_name, _, name = path.partition(":")
@@ -153,7 +160,7 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
     if module is None:
         raise no_module(path, module_name, hint)
     if (function := getattr(module, name, None)) is None:
-        raise ValueError(f"got {path!r}, but {module_name} has no function {name!r}")
+        raise no_function(path, module_name, name)
     parameters = ("context",) if key == CALLBACKS else _PARAMETERS
     if not callable(function):
         kind = type(function).__name__
@@ -170,9 +177,11 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
 
 
 def load_class(of: UserFunction, methods: Mapping[str, tuple[str, ...]]) -> UserFunction:
-    """Check and return a class of the user. Raises ValueError if the class needs arguments or lacks a method.
+    """Check and return a class of the user.
 
     methods: the methods that the class must have, with their parameters; close is optional.
+
+    Raises ValueError if the class needs arguments or lacks a method.
     """
     path, made = of.path, of.function
     _require_parameters(path, made, ())
@@ -212,13 +221,21 @@ def gives_reward(of: UserFunction) -> bool:
 
 
 def method_of(of: UserFunction, made: Any, name: str) -> UserFunction:
-    """Return a method of an object `made` of the user's class `of` as a `UserFunction`."""
+    """Return a method of an object of a user's class as a `UserFunction`.
+
+    of: the class.
+    made: the object.
+    """
     return replace(of, path=f"{of.path}.{name}", function=getattr(made, name))
 
 
 def no_module(path: str, module: str, hint: str) -> ValueError:
     expected = f"expected a module that is installed or is in the working directory{hint}"
     return ValueError(f"got {path!r}, but there is no module {module!r}: {expected}")
+
+
+def no_function(path: str, module: str, name: str) -> ValueError:
+    return ValueError(f"got {path!r}, but {module} has no function {name!r}")
 
 
 def checked_reward(
@@ -229,7 +246,10 @@ def checked_reward(
     source: str,
     turns: Sequence[Turn] = (),
 ) -> float:
-    """Call a reward function, and return the reward of a completion. source: `file:line` of the record.
+    """Call a reward function, and return the reward of a completion.
+
+    source: `file:line` of the record.
+    turns: the turns and replies of the completion, for a function with the parameter `turns`.
 
     Raises UserFunctionError if the function fails, or if its result is not a finite number.
     """
@@ -278,7 +298,10 @@ def shown(value: Any) -> str:
 
 
 def copied_record(record: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """A deep copy of a record. Raises UserFunctionError, with its `file:line`, if it is nested too deeply."""
+    """A deep copy of a record. source: `file:line` of the record.
+
+    Raises UserFunctionError if the record is nested too deeply.
+    """
     try:
         return copy.deepcopy(record)
     except RecursionError as error:
@@ -291,7 +314,7 @@ def about_completion(completion: str, source: str) -> str:
 
 
 class _ForeignCode(AbstractContextManager[object]):
-    """Converts exceptions in the block to UserFunctionError with the user's frames, except OverdueError and Ctrl-C.
+    """Converts exceptions in the block to UserFunctionError, except OverdueError and Ctrl-C.
 
     SystemExit is also converted, because exit code 0 of the process would mean that the run is complete.
 
@@ -308,17 +331,8 @@ class _ForeignCode(AbstractContextManager[object]):
         is_ctrl_c = isinstance(error, KeyboardInterrupt) and raises_on_ctrl_c
         if error is None or isinstance(error, OverdueError) or is_ctrl_c:
             return
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
-            trace = trace.tb_next
-        # column numbers are omitted, because they would add lines with position markers
-        frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in extract_tb(trace)]
-        entries = StackSummary.from_list(frames).format()  # repeated frames become one entry
-        if len(entries) > _FIRST + _LAST:
-            left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
-            entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
         message = f"{self._what} raises {in_words(error)}{self._about}"
-        raise UserFunctionError(message + "".join(["\n", *entries]).rstrip()) from error
+        raise UserFunctionError(message + _frames(error.__traceback__)) from error
 
 
 def _require_parameters(
@@ -346,3 +360,16 @@ def in_words(error: BaseException) -> str:
     first = escaped(message.strip().partition("\n")[0])
     shown = first if len(first) <= _WIDTH else f"{first[: _WIDTH - 3]}..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+
+
+def _frames(trace: TracebackType | None) -> str:
+    """The user's frames of a traceback, as lines that follow the message."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
+        trace = trace.tb_next
+    # column numbers are omitted, because they would add lines with position markers
+    frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in extract_tb(trace)]
+    entries = StackSummary.from_list(frames).format()  # repeated frames become one entry
+    if len(entries) > _FIRST + _LAST:
+        left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
+        entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
+    return "".join(["\n", *entries]).rstrip()

@@ -10,7 +10,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -24,7 +23,6 @@ Result = TypeVar("Result")
 Exists = Callable[[], bool]
 
 
-@dataclass(eq=False)
 class Messages:
     """One end of a connection, for one thread at a time. end: the socket, which the caller must close.
 
@@ -33,12 +31,13 @@ class Messages:
     any of these errors, the connection cannot be used.
     """
 
-    end: socket.socket
+    def __init__(self, end: socket.socket):
+        self.socket = end
 
     def send(self, content: bytes, until: float = math.inf, exists: Exists = lambda: True) -> None:
         left = memoryview(_LENGTH.pack(len(content)) + content)
         while left:
-            left = left[self._when_possible(partial(self.end.send, left), until, exists) :]
+            left = left[self._when_possible(partial(self.socket.send, left), until, exists) :]
 
     def receive(self, until: float = math.inf, exists: Exists = lambda: True) -> bytes:
         (length,) = _LENGTH.unpack(self._receive(_LENGTH.size, until, exists))
@@ -47,7 +46,7 @@ class Messages:
     def _receive(self, count: int, until: float, exists: Exists) -> bytes:
         content = bytearray()  # not allocated at once, because a broken process can send any number as the length
         while missing := count - len(content):
-            step = partial(self.end.recv, min(missing, _MOST_AT_ONCE))
+            step = partial(self.socket.recv, min(missing, _MOST_AT_ONCE))
             part = self._when_possible(step, until, exists)
             if not part:
                 raise EOFError
@@ -60,7 +59,7 @@ class Messages:
             is_last = not exists()
             seconds = until - time.monotonic()
             # bytes are read even after the limit, because they may have come in time while this process was suspended
-            self.end.settimeout(None if seconds == math.inf else min(max(seconds, 0.001), SECONDS_BETWEEN_LOOKS))
+            self.socket.settimeout(None if seconds == math.inf else min(max(seconds, 0.001), SECONDS_BETWEEN_LOOKS))
             try:
                 return step()
             except TimeoutError:

@@ -208,6 +208,18 @@ def test_half_loaded_weights_write_nothing(student: Student, server: StubServer)
         student.assert_all_written(requests, futures, {1, 2}, count=40)
 
 
+def test_completions_under_way_go_on_with_new_weights(student: Student, server: StubServer) -> None:
+    server.model.seconds = 0.02
+    with closing(engine_of(server, sampling=Sampling(60, temperature=TEMPERATURE))) as engine:
+        engine.update_weights(1, student.published(1))
+        requests = requests_of(5)
+        futures = engine.generate(requests)
+        for version in (2, 3):
+            wait_for_tokens(server, requests, 10 * version)
+            engine.update_weights(version, student.published(version))
+        student.assert_all_written(requests, futures, {1, 2, 3}, count=60)
+
+
 def test_a_server_with_other_weights_again_and_again_is_given_up(server: StubServer, engine: ServedEngine) -> None:
     def foreign(handler: StubHandler, content: dict[str, Any]) -> None:
         """Another job gives the server weights after each of ours: only the proof sees our own."""

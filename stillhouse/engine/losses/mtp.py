@@ -147,17 +147,7 @@ class MtpLoss(LossPart):
         if self.from_student:
             signal = full_vocab(hidden_states=first_BSD, head=head, context=None)
             context = replace(context, signals={TEACHER: signal})
-        position_ids_BS = context.position_ids_BS
-        assert position_ids_BS is not None
-        if self.group is None:
-            shifted = context.shift_for_mtp(position_ids_BS, len(later))
-        else:  # the targets of this rank's last columns are on the next rank
-            next_tokens = NextTokens(self.depths, self.group)
-            rows, columns = position_ids_BS.shape
-            more_BS = next_tokens(position_ids_BS)
-            extended = context.extended(next_tokens, (rows, columns)).shift_for_mtp(more_BS, len(later))
-            place_BS = torch.arange(more_BS.numel(), device=more_BS.device).view(more_BS.shape)
-            shifted = extended.rows(place_BS[:, :columns].flatten())
+        shifted = self._shifted(context, len(later))
         depth_loss = replace(loss, objective=self.objective, parts=(), with_teacher_cross_entropy=False)
         total, metrics, per_token = output.loss, dict(output.metrics), dict(output.per_token)
         for depth, hidden_BSD in enumerate(later, start=1):
@@ -172,6 +162,19 @@ class MtpLoss(LossPart):
 
     def silent(self) -> Self:
         return replace(self, scale=0.0)
+
+    def _shifted(self, targets: DistillTargets, depths: int) -> DistillTargets:
+        """Return the targets of this rank's columns, with `mtp_targets` for all depths."""
+        position_ids_BS = targets.position_ids_BS
+        assert position_ids_BS is not None
+        if self.group is None:
+            return targets.shift_for_mtp(position_ids_BS, depths)
+        rows, columns = position_ids_BS.shape
+        next_tokens = NextTokens(self.depths, self.group)
+        more_BS = next_tokens(position_ids_BS)
+        extended = targets.extended(next_tokens, (rows, columns)).shift_for_mtp(more_BS, depths)
+        place_BS = torch.arange(more_BS.numel(), device=more_BS.device).view(more_BS.shape)
+        return extended.rows(place_BS[:, :columns].flatten())
 
 
 def _tokens(mtp: MtpConfig) -> str:

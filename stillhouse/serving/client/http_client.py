@@ -72,7 +72,10 @@ class HttpAnswer:
 
 
 class HttpClient:
-    """Sends requests to servers. seconds, connect_seconds: the limits for each read or write and for a connection."""
+    """Sends requests to servers. token: the bearer token.
+
+    seconds: the time limit for each read or write. connect_seconds: the time limit for a connection.
+    """
 
     def __init__(self, token: str | None, seconds: float, connect_seconds: float):
         self._token = token if token is not None and len(token) >= _LEAST_TOKEN else None

@@ -272,8 +272,7 @@ class ServerPool:
 
     async def _answered(self, call: ServerRequest[T], servers: Sequence[Server], timeout: float) -> T:
         """Send a request to one server after another until a server answers, and return the result."""
-        urls, tried = ", ".join(server.url for server in servers), 0.0
-        wait = _Wait(servers, timeout, f"{urls}: busy with other requests")
+        wait, tried = _Wait(servers, timeout), 0.0
         faults = Counter[tuple[str, str]]()
         while True:
             server = await self._free_server(wait)
@@ -381,17 +380,15 @@ class ServerPool:
         server.is_failing = bool(problem)
 
 
-@dataclass(eq=False)
 class _Wait:
     """The time for which a request has waited. problem: the server and the problem of the last attempt."""
 
-    servers: Sequence[Server]
-    seconds: float
-    problem: str
-    started: float = field(default_factory=time.monotonic)
+    def __init__(self, servers: Sequence[Server], seconds: float):
+        self.servers, self.seconds, self._started = servers, seconds, time.monotonic()
+        self.problem = f"{', '.join(server.url for server in servers)}: busy with other requests"
 
     @property
     def left(self) -> float:
         """The remaining seconds until the request fails because no server has answered."""
-        last = max(self.started, *(server.last_answer for server in self.servers))
+        last = max(self._started, *(server.last_answer for server in self.servers))
         return last + self.seconds - time.monotonic()

@@ -20,9 +20,12 @@ _EXPECTED = 'expected {"reward": a finite number}'
 
 
 class RewardServer:
-    """The user's server at `url`. name: the name of the reward in error messages.
+    """The user's server at `url`.
 
-    timeout: see `ServerPool`, also for `warn` and `token`. A single answer has the same limit.
+    name: the name of the reward in error messages.
+    timeout: the future of a reward raises ServerError if the server has not answered for this number of seconds. A
+    single answer has the same limit.
+    warn: prints a line when the server fails, or answers again after a failure. token: the server's bearer token.
     """
 
     def __init__(self, url: str, name: str, timeout: float, warn: Callable[[str], None], token: str | None = None):

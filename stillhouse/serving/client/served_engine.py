@@ -42,7 +42,9 @@ class ServedEngine:
 
     vocabulary: the number of rows of the student's head. An answer with an id outside the vocabulary is refused. A
         prompt with such an id is not sent, because the id would stop vLLM.
-    timeout: see `ServerPool`, also for `warn` and `token`. A single answer has the same limit.
+    timeout: futures raise ServerError if no server has answered for this number of seconds. A single answer has the
+        same limit.
+    warn: prints a line when a server fails, or answers again after a failure. token: the servers' bearer token.
     update_timeout: a server that has not loaded new weights after these seconds counts as unreachable.
     keep_weights: whether the servers keep their own weights, such as a teacher's. If False, `update_weights` must be
         called before `generate`.
@@ -53,6 +55,7 @@ class ServedEngine:
         that an earlier process of this run has left on the servers are dropped.
     other_samplings: the samplings that some requests have instead of `sampling`. The servers' log-probabilities are
         also proved for these samplings.
+
     Raises ValueError for a server whose log-probabilities cannot be used for training. With `keep_weights`, the
     log-probabilities are not checked; instead, ValueError is raised if the servers have different weights.
     """
@@ -168,7 +171,7 @@ class ServedEngine:
                 f"completion {request.number}: its prompt has {len(ids)} tokens; expected at least one token, and "
                 f"ids from 0 to {self._vocabulary - 1}"
             )
-        sampling = request.sampling or self._sampling
+        sampling = self._sampling if request.sampling is None else request.sampling
         limit = sampling.max_new_tokens
         limit = limit if request.max_new_tokens is None else min(limit, request.max_new_tokens)
         attempt: list[tuple[ServerState, Published]] = []

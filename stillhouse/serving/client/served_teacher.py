@@ -71,7 +71,8 @@ BYTES_AT_A_TIME = 128 * 2**20
 class RemoteSignals(SignalStore):
     """The signals of a teacher on one or several servers.
 
-    width: 0 if it is unknown and not needed.
+    width: E, the teacher's width; 0 if it is unknown and not needed.
+    vocabulary: the number of rows of the teacher's head; None if it is unknown.
     proof: the proof of the servers. It is repeated on all working servers before every `prove_every`-th read, or
     never if `prove_every` is 0. If answers do not contain the teacher's hash, the proof is also repeated on each
     server that answers again after a failure.

@@ -50,8 +50,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A server's completions of some prompts. label: the version of the weights that generated them.
+    """A server's completions of some prompts.
 
+    label: the version of the weights that generated the completions.
     top_tokens: for each prompt, the most likely next token and its log-probability.
     """
 
@@ -68,6 +69,7 @@ class ServerState:
     published: the version that was loaded last; None while the weights are unknown. A new object means a new load.
     restored: how often the server had other weights since its last usable answer.
     is_absent: whether the newest version is being loaded in the background, because the server did not have it.
+    probe: the probe of the version that was loaded last.
     """
 
     address: Server
@@ -247,8 +249,7 @@ class ServedWeights:
         With top_k=2, the first log-probability is too large if the server normalises over only two tokens.
         """
         temperature, kind = sampling.temperature, self.api.kind
-        has_filters = sampling.top_p != 1 or sampling.top_k != 0 or sampling.min_p != 0
-        if temperature == 0 or (temperature == 1 and not has_filters):
+        if temperature == 0 or (temperature == 1 and sampling.samples_all_tokens):
             return
 
         def top(prompt: Sequence[int], sampling: Sampling, count: int = _TOP) -> list[float]:
@@ -271,7 +272,7 @@ class ServedWeights:
                         f"{server.url} computes log-probabilities before the temperature, and the temperature is "
                         f"{temperature:g}: expected {kind.after_temperature}, or a temperature of 1"
                     )
-            if has_filters:
+            if not sampling.samples_all_tokens:
                 among_two = -math.log1p(math.exp((before[1] - before[0]) / temperature))
                 if abs(among_two - after[0]) < _LEAST_DIFFERENCE:
                     continue

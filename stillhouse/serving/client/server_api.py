@@ -145,8 +145,7 @@ class ServerApi(Protocol):
     marks_tokens: whether an answer has a label for each token. If not, it has one label for the whole completion.
     names_adapters: whether a server keeps several adapters, and a request names one of them. If not, a new adapter
         replaces the server's current adapter.
-    unknown_adapter, unknown_adapter_text: the status of an answer, and a text in it, if the server does not have the
-        adapter that a request names.
+    unknown_adapter: the status of an answer if the server does not have the adapter that a request names.
     adapter_routes: the beginning of the paths that load and unload adapters.
     is_tied: whether the student's head is tied to its embedding and the server gets full models, not adapters.
     """
@@ -156,7 +155,6 @@ class ServerApi(Protocol):
     marks_tokens: ClassVar[bool] = True
     names_adapters: ClassVar[bool] = True
     unknown_adapter: ClassVar[int] = 404
-    unknown_adapter_text: ClassVar[str] = ""
     adapter_routes: ClassVar[str] = "/v1"
     is_tied: bool
 
@@ -224,7 +222,7 @@ class ServerApi(Protocol):
 
     def lacks_adapter(self, response: HttpAnswer) -> bool:
         """Whether the server does not have the adapter that the request names, because it was restarted."""
-        return response.status == self.unknown_adapter and self.unknown_adapter_text in response.text
+        return response.status == self.unknown_adapter
 
     def top_log_probs(self, response: HttpAnswer) -> list[float]:
         """Return all log-probabilities in an answer for the position of the first token, in descending order."""

@@ -33,7 +33,6 @@ from stillhouse.serving.client.server_api import (
 from stillhouse.serving.wire import TokenId
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
-_NO_COMPLETION = "/generate gives no completion"
 _LORA = (
     "expected an SGLang that was started with --enable-lora, --max-lora-rank of at least the adapter's r, and "
     "--lora-target-modules all or those of the adapter"
@@ -79,7 +78,7 @@ class SglangApi(ServerApi):
     name = "sglang"
     path = "/generate"
     marks_tokens = False
-    unknown_adapter, unknown_adapter_text = 400, "LoRA adapter"
+    unknown_adapter = 400
     adapter_routes = ""
 
     def recognises(self, ask: Ask) -> bool:
@@ -120,7 +119,7 @@ class SglangApi(ServerApi):
         }
 
     def parse(self, response: HttpAnswer, adapter: str | None = None) -> Answer:
-        generated = parsed(_Generated, response.content, _NO_COMPLETION)
+        generated = _generated(response)
         meta = generated.meta_info
         ids = [token for _, token, _ in meta.output_token_logprobs]
         log_probs = [log_prob for log_prob, _, _ in meta.output_token_logprobs]
@@ -132,8 +131,11 @@ class SglangApi(ServerApi):
             label = adapter if label == adapter.rsplit("-", 2)[0] else None
         return Answer(ids, log_probs, [VersionSpan(label, 0, len(ids))], meta.finish_reason.type, stop)
 
+    def lacks_adapter(self, response: HttpAnswer) -> bool:
+        return super().lacks_adapter(response) and "LoRA adapter" in response.text
+
     def top_log_probs(self, response: HttpAnswer) -> list[float]:
-        rows = parsed(_Generated, response.content, _NO_COMPLETION).meta_info.output_top_logprobs
+        rows = _generated(response).meta_info.output_top_logprobs
         first = (rows[0] if rows else None) or []
         return sorted({token: log_prob for log_prob, token, _ in first}.values(), reverse=True)
 
@@ -155,23 +157,18 @@ class SglangApi(ServerApi):
 def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> ServerRequest[Scores]:
     tokens: list[int] = document.tokens[: document.rows.stop + 1].tolist()
     body: dict[str, Any] = {"input_ids": tokens, "sampling_params": {"temperature": 1.0, "max_new_tokens": 0}}
-    if spec.kind == "hidden":
-        body |= {"return_hidden_states": True}
-        most_bytes = bytes_of_json(len(tokens) * width, 32)
-    else:
-        body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": spec.top_k}
-        most_bytes = bytes_of_json(len(tokens) * (spec.entries + 1))
 
-    def parse(response: HttpAnswer) -> Scores:
-        what = "the answer of /generate does not have the requested scores"
-        meta = parsed(_Scored, response.content, what).meta_info
-        if spec.kind == "hidden":
-            states, expected = meta.hidden_states, [len(tokens), width]
-            with reading("the hidden states of /generate are not an array of numbers"):
-                hidden_SE = torch.tensor(states[0] if states else [], dtype=torch.float32)
-            if (shape := list(hidden_SE.shape)) != expected:
-                raise ValueError(f"/generate gives hidden states of shape {shape}: expected {expected}")
-            return [{"hidden": hidden_SE[document.rows.start : document.rows.stop].to(DTYPES[spec.dtype])}]
+    def hidden_states(response: HttpAnswer) -> Scores:
+        states = _scored(response).hidden_states
+        with reading("the hidden states of /generate are not an array of numbers"):
+            hidden_SE = torch.tensor(states[0] if states else [], dtype=torch.float32)
+        expected = [len(tokens), width]
+        if list(hidden_SE.shape) != expected:
+            raise ValueError(f"/generate gives hidden states of shape {list(hidden_SE.shape)}: expected {expected}")
+        return [{"hidden": hidden_SE[document.rows.start : document.rows.stop].to(DTYPES[spec.dtype])}]
+
+    def top_k(response: HttpAnswer) -> Scores:
+        meta = _scored(response)
         actual = meta.input_token_logprobs or []
         if [token for _, token, _ in actual] != tokens:
             raise ValueError(f"/generate scored {len(actual)} tokens, which are not the {len(tokens)} of the request")
@@ -181,4 +178,16 @@ def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> ServerRequ
         ]
         return [top_k_tensors(entries, document, spec, "/generate")]
 
-    return json_call("/generate", body, parse, len(tokens), most_bytes)
+    if spec.kind == "hidden":
+        body |= {"return_hidden_states": True}
+        return json_call("/generate", body, hidden_states, len(tokens), bytes_of_json(len(tokens) * width, 32))
+    body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": spec.top_k}
+    return json_call("/generate", body, top_k, len(tokens), bytes_of_json(len(tokens) * (spec.entries + 1)))
+
+
+def _scored(response: HttpAnswer) -> _ScoredMeta:
+    return parsed(_Scored, response.content, "the answer of /generate does not have the requested scores").meta_info
+
+
+def _generated(response: HttpAnswer) -> _Generated:
+    return parsed(_Generated, response.content, "/generate gives no completion")

@@ -52,7 +52,10 @@ _CHOICE = 100
 
 @dataclass(frozen=True)
 class Proof:
-    """The requests at the start of the run, the answers, with which later answers are compared, and the findings."""
+    """The requests at the start of the run, and the answers. Later answers are compared with these answers.
+
+    findings: the results of the proof, in words.
+    """
 
     store: "RemoteSignals"
     spec: SignalSpec
@@ -146,9 +149,11 @@ def prove(
     return Proof(store, spec, probes, first, findings)
 
 
-def make_probes(documents: Documents, media_inputs: MediaInputs | None) -> list[DocumentRows]:
-    """Return the beginnings of long documents without images, and short documents with images. Raises ValueError if
-    the documents are too short. media_inputs: see `prove`.
+def make_probes(documents: Documents, media_inputs: MediaInputs | None = None) -> list[DocumentRows]:
+    """Return the beginnings of long documents without images, and short documents with images.
+
+    media_inputs: makes the tensors of images; None if no document has images.
+    Raises ValueError if the documents are too short.
     """
     images, lengths_D = documents.media, documents.lengths_D
     has_images_D = np.zeros(len(documents), dtype=bool) if images is None else np.diff(images.offsets) > 0

@@ -46,7 +46,6 @@ _NO_POOLING = (
     "this vLLM generates text; expected a vLLM with the options --runner pooling --convert embed --pooler-config "
     """'{"task":"token_embed","use_activation":false}'"""
 )
-_NO_COMPLETION = f"{_GENERATE} gives no completion"
 _NO_SCORES = "this vLLM scores no chosen ids; expected vLLM 0.31 or later, started with --enable-scale-out"
 _NO_COMPLETIONS = "this vLLM was started for pooling; expected a vLLM that generates text, or the signal hidden"
 _DEVELOPMENT = "expected a vLLM that was started with VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -185,7 +184,7 @@ class VllmApi(ServerApi):
         return {**named, "token_ids": list(ids), "sampling_params": parameters}
 
     def parse(self, response: HttpAnswer, adapter: str | None = None) -> Answer:
-        generated = parsed(_Generated, response.content, _NO_COMPLETION)
+        generated = _generated(response)
         [choice] = generated.choices
         tokens = choice.tokens
         if [token.token_id for token in tokens] != choice.token_ids:
@@ -197,7 +196,7 @@ class VllmApi(ServerApi):
         return Answer(choice.token_ids, [token.logprob for token in tokens], spans, choice.finish_reason, stop)
 
     def top_log_probs(self, response: HttpAnswer) -> list[float]:
-        [choice] = parsed(_Generated, response.content, _NO_COMPLETION).choices
+        [choice] = _generated(response).choices
         by_id = {top.token_id: top.logprob for token in choice.tokens[:1] for top in token.top_logprobs}
         return sorted(by_id.values(), reverse=True)
 
@@ -309,6 +308,10 @@ def _chosen_scores(info: ServerInfo, spec: SignalSpec, width: int, document: Doc
         return [id_tensors(ids_NK.to(torch.int32).numpy(), log_probs_NK, spec)]
 
     return json_call(_GENERATE, body, parse, len(tokens), bytes_of_json(ids_NK.numel(), 32), _NO_SCORES)
+
+
+def _generated(response: HttpAnswer) -> _Generated:
+    return parsed(_Generated, response.content, f"{_GENERATE} gives no completion")
 
 
 def _succeed(ask: Ask, path: str, body: Any, key: str, value: str | bool) -> None:

@@ -60,6 +60,7 @@ class AcceptedImages:
     placeholder_ids: the placeholder tokens, which the model replaces by features of images, videos and audio.
     info: the field `images` of `GET /v1/info`. most_bytes: the maximum number of bytes of a request's image tensors.
     description: lines for the log.
+
     Raises ValueError, which names the model or the processor, if the server cannot accept images.
     """
 

@@ -48,7 +48,11 @@ StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 @dataclass(frozen=True, eq=False)
 class GenerationPart:
-    """A completion to generate. tokens: the maximum number of tokens of the prompt and the completion together."""
+    """A completion to generate.
+
+    tokens: the maximum number of tokens of the prompt and the completion together.
+    images: the images of the prompt, or None.
+    """
 
     request: GenerationRequest
     tokens: int
@@ -132,12 +136,11 @@ class CompletionWriter:
             part = generation_part(body, self.limits, self.info["eos_token_ids"], images)
             return [part], partial(generation_answer, body, self.name)
 
-        application.add_operation(
-            "/inference/v1/generate",
-            generate,
-            {JSON: GenerateBody.model_json_schema(), SAFETENSORS: BINARY},
-            lambda results: sum(_TOKEN_BYTES * len(result.completion.ids_N) for result in results),
-        )
+        def result_bytes(results: Sequence[VersionedCompletion]) -> int:
+            return sum(_TOKEN_BYTES * len(result.completion.ids_N) for result in results)
+
+        schemas = {JSON: GenerateBody.model_json_schema(), SAFETENSORS: BINARY}
+        application.add_operation("/inference/v1/generate", generate, schemas, result_bytes)
 
         @application.api.post(
             "/v1/weights",

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -26,15 +25,15 @@ class Part(Protocol):
     def has_media(self) -> bool: ...
 
 
-@dataclass(eq=False)
 class Ticket:
     """An accepted request. results: a future with the model's result for each part."""
 
-    parts: Sequence[Part]
-    tokens: int
-    results: Future[list[Any]] = field(default_factory=Future)
-    is_released: bool = False
-    _by_number: dict[int, Any] = field(default_factory=dict)
+    def __init__(self, parts: Sequence[Part]):
+        self.parts = parts
+        self.tokens = sum(part.tokens for part in parts)
+        self.results: Future[list[Any]] = Future()
+        self._by_number: dict[int, Any] = {}
+        self.is_released = False
 
     def finish(self, number: int, result: Any) -> None:
         """Record the model's result for one part."""
@@ -53,7 +52,6 @@ class Ticket:
 Item = tuple[Ticket, int]
 
 
-@dataclass(eq=False)
 class RequestQueue:
     """Requests that wait for the model. All methods may be called from any thread.
 
@@ -63,18 +61,16 @@ class RequestQueue:
     for minutes before it calls `drain`.
     deterministic: whether all parts of a batch belong to one request. If not, an answer depends on the requests of
     other clients, because the rounding of a matrix product depends on its number of rows.
-    items, held: the parts that wait for the model, and the tokens of requests that are not yet completely answered.
     """
 
-    batch_tokens: int
-    queue_tokens: int
-    ends: Callable[[], bool]
-    deterministic: bool
-    items: deque[Item] = field(default_factory=deque)
-    held: int = 0
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _closed: bool = False
-    _tokens_per_second: float = 0.0
+    def __init__(self, batch_tokens: int, queue_tokens: int, ends: Callable[[], bool], *, deterministic: bool):
+        self.batch_tokens, self.queue_tokens, self.ends = batch_tokens, queue_tokens, ends
+        self.deterministic = deterministic
+        #: the parts that wait for the model, and the tokens of requests that are not yet completely answered
+        self.items, self.held = deque[Item](), 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._tokens_per_second = 0.0
 
     @property
     def is_draining(self) -> bool:
@@ -86,7 +82,7 @@ class RequestQueue:
 
         Raises RequestError if the queue is full, or if the server is ending.
         """
-        ticket = Ticket(parts, sum(part.tokens for part in parts))
+        ticket = Ticket(parts)
         with self._changed:
             if self.is_draining:
                 raise RequestError(
@@ -140,10 +136,10 @@ class RequestQueue:
             self._closed = True
             self._changed.notify_all()
 
-    def wait_until_answered(self, seconds: float) -> None:
-        """Wait until every accepted request is answered, or until `seconds` have passed."""
+    def wait_until_answered(self, seconds: float) -> bool:
+        """Wait until every accepted request is answered; return False if this takes longer than `seconds`."""
         with self._changed:
-            self._changed.wait_for(lambda: not self.held, timeout=seconds)
+            return self._changed.wait_for(lambda: not self.held, timeout=seconds)
 
     def fail_all(self, error: RequestError) -> None:
         """Accept no more requests, and answer every request that has a waiting part with the error."""
