@@ -16,7 +16,7 @@ differ much, and one whose samples are nearly always the same.
 
     python -m pip install matplotlib; python -m benchmarks.on_policy        # about 40 minutes on two quiet cores
 
-Writes benchmarks/results/on_policy-<date>.json and docs/results/on_policy.png, and prints the tables of
+Writes benchmarks/results/on_policy-<date>.json and docs/results/on_policy.png, and prints tables, summarised in
 docs/results/on_policy.md. With --keep, runs that were finished before are not repeated.
 """
 
