@@ -1,4 +1,4 @@
-"""How much the rounding of stored signals changes the gradient of forward KL: the table in docs/teachers.md.
+"""How much the rounding of stored signals changes the gradient of forward KL: the table in docs/caches.md.
 
 The teacher is synthetic: 2,048 ids, of which the likeliest 64 have 83 % of the mass on average. The student's hidden
 states are the teacher's and noise; forward KL between the two is 0.5 nats per token (a student early in a run) or
