@@ -5,7 +5,7 @@ Stillhouse registers its own add-ons in the same way as other distributions, in 
     [project.entry-points."stillhouse.trackers"]
     wandb = "stillhouse.output.trackers:Wandb"
 
-The group of an entry point determines the kind of its object; docs/extending.md has an example for each group. The
+The group of an entry point determines the kind of its object; docs/extending.md describes the groups. The
 object's module must not import a heavy library such as torch, because the configuration and `stillhouse info` load
 all entries of a group.
 """

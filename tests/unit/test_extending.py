@@ -1,4 +1,6 @@
-"""docs/extending.md: every distribution is installed, every diff is applied, and the check of each runs."""
+"""docs/extending.md: every distribution is installed, every diff is applied, and the check of each, in
+extending_checks.md, runs.
+"""
 
 import re
 import shutil
@@ -17,14 +19,23 @@ from kit.toy_tokenizer import toy_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-PARTS = [part.partition("\n") for part in PAGE.split("\n## ")[1:]]
-SECTIONS = {heading: text for heading, _, text in PARTS}
-assert len(SECTIONS) == len(PARTS), "two sections have one heading, and only the last one would be tried"
+SCHEDULE = "A new pipeline schedule"
 
 
-def block(section: str, language: str) -> str:
-    return code_blocks(section, language)[-1]
+def sections(page: Path) -> dict[str, str]:
+    parts = [part.partition("\n") for part in page.read_text(encoding="utf-8").split("\n## ")[1:]]
+    texts = {heading: text for heading, _, text in parts}
+    assert len(texts) == len(parts), "two sections have one heading, and only the last one would be tried"
+    return texts
+
+
+SECTIONS = sections(ROOT / "docs" / "extending.md")
+CHECKS = {
+    heading: code
+    for heading, text in sections(Path(__file__).with_name("extending_checks.md")).items()
+    for code in code_blocks(text, "python")
+}
+assert [*SECTIONS] == [*CHECKS, SCHEDULE]
 
 
 def apply(diff: str, root: Path) -> None:
@@ -50,18 +61,15 @@ def extended_package(folder: Path, section: str) -> Path:
         apply(diff, root)
     for text in code_blocks(section, "toml"):
         project = tomllib.loads(text)["project"]
-        modules = [code.removeprefix("# ").partition("\n") for code in code_blocks(section, "python")[:-1]]
+        modules = [code.removeprefix("# ").partition("\n") for code in code_blocks(section, "python")]
         contents = {name: code for name, _, code in modules}
         write_distribution(root, project["entry-points"], contents, project["name"])
     return root
 
 
-CHECKED = [heading for heading, text in SECTIONS.items() if "```python" in text]
-
-
-@pytest.mark.parametrize("heading", first_is_quick(CHECKED))
+@pytest.mark.parametrize("heading", first_is_quick(CHECKS))
 def test_the_extension_is_installed_and_its_check_runs(tmp_path: Path, heading: str) -> None:
-    changed, code = extended_package(tmp_path, SECTIONS[heading]), block(SECTIONS[heading], "python")
+    changed, code = extended_package(tmp_path, SECTIONS[heading]), CHECKS[heading]
     exit_code, errors = run_code(code, tmp_path, changed)
     assert exit_code == 0, errors
     # without the extension the check fails
@@ -71,8 +79,7 @@ def test_the_extension_is_installed_and_its_check_runs(tmp_path: Path, heading: 
 
 @pytest.mark.slow
 def test_a_new_schedule_has_the_gradients_of_one_process(tmp_path: Path) -> None:
-    (section,) = (text for heading, text in SECTIONS.items() if "schedule" in heading)
-    changed = extended_package(tmp_path, section)
+    changed = extended_package(tmp_path, SECTIONS[SCHEDULE])
     for name, layers in (("student", 4), ("teacher", 6)):
         save_llama(tmp_path / name, layers)
     write_run(tmp_path)

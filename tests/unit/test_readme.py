@@ -150,7 +150,7 @@ NAMES = {
 def text_of(name: str) -> str:
     """Return a text without the extensions of the package that `test_extending.py` applies."""
     text = (ROOT / name).read_text(encoding="utf-8")
-    return re.sub(r"```(diff|toml).*?```(\n\n```python.*?```)+", "", text, flags=re.DOTALL)
+    return re.sub(r"```(diff|toml)((?!```).)*```(\n\n```python.*?```)+", "", text, flags=re.DOTALL)
 
 
 def named(dotted: str) -> Any:
