@@ -158,22 +158,19 @@ def figures(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the table of the page: a row for each planned line."""
-    columns = ("recipe", "student", "planned on", "memory of a GPU", "tokens of a step", "predicted", "bound by")
+    columns = ("recipe", "planned on", "memory of a GPU", "tokens/s", "bound by")
     lines = [columns, ("---",) * len(columns)]
     for recipe in planned_recipes():
-        link, student = f"[{recipe.name}](../recipes/{recipe.name}.yaml)", recipe.models["student"]
+        link = f"[{recipe.name}](../recipes/{recipe.name}.yaml)"
         if (result := results.get(recipe.key)) is None:
-            lines.append((link, student, *("not planned yet", "", "", "", "")))
+            lines.append((link, "not planned yet", "", "", ""))
             continue
-        seconds, rate = two_digits(result["step_seconds"]), two_digits(result["tokens_per_second"])
         lines.append(
             (
                 link,
-                student,
                 f"{result['ranks']} × {DEVICES[result['device']].title}",
                 f"{result['peak_bytes'] / GIB:.1f} GiB",
-                f"{result['step_tokens']:,}",
-                f"{seconds} s, {rate} tokens/s",
+                two_digits(result["tokens_per_second"]),
                 result["bound"],
             )
         )

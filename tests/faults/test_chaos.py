@@ -1,4 +1,4 @@
-"""A few trials of the campaign. `make chaos` runs it in full; docs/reliability.md has its results."""
+"""A few trials of the campaign. `make chaos` runs it in full; docs/proofs.md has its results."""
 
 import random
 from collections.abc import Sequence
