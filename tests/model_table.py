@@ -31,7 +31,10 @@ family's own configuration, and runs the proof that every model has to pass when
 of a family can give another result: a hybrid whose layers all have attention can be packed. `stillhouse check` shows
 the result for your models.
 
-- **documents**: how `data.packing: auto` keeps documents apart ([how](data.md)).
+- **documents**: how `data.packing: auto` keeps documents apart ([how](data.md#length-and-packing)). The table is
+  without kernels. With them, layers with a state or a convolution are packed, too: flash-linear-attention and
+  causal-conv1d for Qwen3.5 and Kimi-Linear, mamba-ssm and causal-conv1d for Nemotron-H and Bamba, causal-conv1d for
+  LFM2.
 - **varlen**: whether packed documents run with variable-length attention on a GPU. Its results for the tiny model, by
   a reference of torch's kernel, are those of one document at a time.
 - **tensor**: whether transformers has a plan for the family that two processes can follow. **pipeline**: whether no
