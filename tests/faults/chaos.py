@@ -34,12 +34,15 @@ GOOD = ("bit-equal", "refused")
 
 #: the additional overrides of each layout
 LAYOUTS = {
-    "one process": (), "fsdp 2": ("parallel.fsdp=2",), "tensor 2": ("parallel.tensor=2",),
-    "pipeline 2": ("parallel.pipeline=2",), "context 2": ("parallel.context=2",),
+    "one process": (),
+    "fsdp 2": ("parallel.fsdp=2",),
+    "tensor 2": ("parallel.tensor=2",),
+    "pipeline 2": ("parallel.pipeline=2",),
+    "context 2": ("parallel.context=2",),
     "LoRA, fsdp 2": ("parallel.fsdp=2", "student.adapter={r: 4, dropout: 0.1}"),
     "Megatron-Core, fsdp 2": ("parallel.engine=megatron", "parallel.fsdp=2", "train.precision=bf16"),
     "Megatron-Core, tensor 2": ("parallel.engine=megatron", "parallel.tensor=2", "parallel.sequence=true"),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -178,9 +181,11 @@ DURING: dict[str, Fault] = {
 }
 AFTER: dict[str, Fault] = {
     "flip a byte": partial(damaged_file, damage="flip"),
-    "delete a file": partial(damaged_file, damage="delete"), "cut a file": partial(damaged_file, damage="cut"),
-    "stale file": stale_file, "replaced model": replaced_model,
-}  # fmt: skip
+    "delete a file": partial(damaged_file, damage="delete"),
+    "cut a file": partial(damaged_file, damage="cut"),
+    "stale file": stale_file,
+    "replaced model": replaced_model,
+}
 FAULTS = DURING | AFTER
 CAMPAIGN = Campaign(prepare, FAULTS, GOOD)
 

@@ -232,11 +232,16 @@ def difference(one: Path, other: Path) -> float:
 def prepare(name: str, root: Path) -> Case:
     setting, folder = SETTINGS[name], root / name.replace(",", "").replace(" ", "-")
     settings: dict[str, Any] = {
-        "data.eval": 0, "rollout.schedule": setting.schedule,
-        "rollout.max_staleness": 4 if setting.schedule == "async" else 2, "rollout.max_new_tokens": 9,
-        "rollout.samples_per_prompt": SAMPLES, "rollout.prompts_per_step": PROMPTS, "train.steps": STEPS,
-        "train.timeout": TIMEOUT, "checkpoint.every": EVERY,
-    } | setting.more  # fmt: skip
+        "data.eval": 0,
+        "rollout.schedule": setting.schedule,
+        "rollout.max_staleness": 4 if setting.schedule == "async" else 2,
+        "rollout.max_new_tokens": 9,
+        "rollout.samples_per_prompt": SAMPLES,
+        "rollout.prompts_per_step": PROMPTS,
+        "train.steps": STEPS,
+        "train.timeout": TIMEOUT,
+        "checkpoint.every": EVERY,
+    } | setting.more
     write_on_policy_run(folder)  # for the models that the servers have
     case = Case(name, folder, setting.processes, setting.faults, STEPS, EVERY, setting=setting)
     if setting.writer:
@@ -372,12 +377,16 @@ OF_FUNCTIONS: dict[str, Fault] = {
     "failing function": partial(misbehaving, kind="fail"),
 }
 FAULTS: dict[str, Fault] = OF_FUNCTIONS | {
-    "kill": partial(signalled, number=signal.SIGKILL), "terminate": partial(signalled, number=signal.SIGTERM),
-    "stop and continue": partial(signalled, number=signal.SIGSTOP), "full disk": full_disk,
-    "half open": half_open, "hostile answers": hostile_answers,
+    "kill": partial(signalled, number=signal.SIGKILL),
+    "terminate": partial(signalled, number=signal.SIGTERM),
+    "stop and continue": partial(signalled, number=signal.SIGSTOP),
+    "full disk": full_disk,
+    "half open": half_open,
+    "hostile answers": hostile_answers,
     "killed workers": partial(lost_workers, number=signal.SIGKILL),
-    "stopped workers": partial(lost_workers, number=signal.SIGSTOP), "damaged weights": damaged_weights,
-}  # fmt: skip
+    "stopped workers": partial(lost_workers, number=signal.SIGSTOP),
+    "damaged weights": damaged_weights,
+}
 CAMPAIGN = Campaign(prepare, FAULTS, GOOD)
 
 if __name__ == "__main__":

@@ -31,12 +31,14 @@ def conversations(tmp_path: Path) -> Path:
 
 
 RAISING = {
-    "OverflowError": "{{ 2.0 ** 100000 }}", "ZeroDivisionError": "{{ 1 // (messages | length - 2) }}",
+    "OverflowError": "{{ 2.0 ** 100000 }}",
+    "ZeroDivisionError": "{{ 1 // (messages | length - 2) }}",
     "LookupError": "{{ messages[0].content.encode('no-such') }}",
     "RecursionError": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
-    "MemoryError": "{{ 'a' * (messages | length) * 10**13 }}", "ValueError": "{{ 'abc'.index('x') }}",
+    "MemoryError": "{{ 'a' * (messages | length) * 10**13 }}",
+    "ValueError": "{{ 'abc'.index('x') }}",
     "undefined": "{{ messages[0].content.nothing.more }}",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("template", RAISING.values(), ids=RAISING)

@@ -61,9 +61,12 @@ def scoring_bodies() -> list[tuple[str, str, bytes]]:
     chosen = {"signal": "chosen", "top_k": 2, "temperature": 0.5, "token_ids": [[1, 2]], "ids": [[[1, 2], [3, -1]]]}
     top_k = {"signal": "top_k", "top_k": 3, "token_ids": [[1, 2], [3]], "rows": [[0, 2], [0, 1]]}
     prompt = {
-        "prompt": [[5, 17, 250], [1, 2]], "max_tokens": 1, "prompt_logprobs": 2, "logprobs": 1,
+        "prompt": [[5, 17, 250], [1, 2]],
+        "max_tokens": 1,
+        "prompt_logprobs": 2,
+        "logprobs": 1,
         "temperature": 1.0,
-    }  # fmt: skip
+    }
     return [
         ("/v1/score", SAFETENSORS, encode_request(SignalSpec("chosen", "float32", 2, 1.0), [document, document])),
         ("/v1/score", SAFETENSORS, encode_request(SignalSpec("hidden", "bfloat16"), [without])),
@@ -76,9 +79,17 @@ def scoring_bodies() -> list[tuple[str, str, bytes]]:
 
 def writing_bodies(weights: Path) -> list[tuple[str, str, bytes]]:
     sampling = {
-        "n": 1, "max_tokens": 3, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 17,
-        "stop": ["ab", "c"], "stop_token_ids": [2, 9], "logprobs": 1,
-    }  # fmt: skip
+        "n": 1,
+        "max_tokens": 3,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "seed": 17,
+        "stop": ["ab", "c"],
+        "stop_token_ids": [2, 9],
+        "logprobs": 1,
+    }
     bodies = [
         (GENERATE, {"token_ids": [5, 17, 250], "sampling_params": sampling, "return_token_ids": True}),
         (GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 1, "temperature": 0.0}}),

@@ -26,10 +26,18 @@ DOCUMENT = DocumentRows(np.array([5, 17, 250, 3]), range(3), IDS_NK)
 SAMPLING = Sampling(2, eos_ids=(7,))
 METADATA = json.dumps({"data": [{"embed_dtype": "float32", "endianness": "little", "shape": [3, WIDTH]}]})
 INFO = {
-    "stillhouse": "0.1.0", "model": "t", "teacher": "a" * 64, "vocabulary": VOCABULARY, "width": WIDTH,
-    "dtype": "float32", "max_tokens": 128, "max_request_tokens": 4096, "max_top_k": 64,
-    "signals": ["hidden", "top_k"], "files": {"config.json": "b" * 64},
-}  # fmt: skip
+    "stillhouse": "0.1.0",
+    "model": "t",
+    "teacher": "a" * 64,
+    "vocabulary": VOCABULARY,
+    "width": WIDTH,
+    "dtype": "float32",
+    "max_tokens": 128,
+    "max_request_tokens": 4096,
+    "max_top_k": 64,
+    "signals": ["hidden", "top_k"],
+    "files": {"config.json": "b" * 64},
+}
 
 
 def true_answers() -> dict[str, tuple[bytes, Read]]:

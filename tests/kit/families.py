@@ -17,22 +17,37 @@ WINDOW = 5  # tokens that a sliding-window layer sees
 SOFTCAP = 3.0
 
 SHAPE: dict[str, Any] = {
-    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.25, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 WINDOWED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 _GEMMA: dict[str, Any] = {
-    **SHAPE, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW,
+    **SHAPE,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": WINDOW,
     "final_logit_softcapping": SOFTCAP,
-}  # fmt: skip
+}
 
 #: family → its configuration; options: vocab_size, tie_word_embeddings
 FAMILIES: dict[str, Callable[..., hf.PreTrainedConfig]] = {
     "llama": partial(hf.LlamaConfig, **SHAPE),
     "qwen3": partial(hf.Qwen3Config, **SHAPE, **WINDOWED, head_dim=16),
     "qwen3_moe": partial(
-        hf.Qwen3MoeConfig, **SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+        hf.Qwen3MoeConfig,
+        **SHAPE,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
         norm_topk_prob=True,
     ),
     "gemma2": partial(hf.Gemma2Config, **_GEMMA, attn_logit_softcapping=4.0),
@@ -44,15 +59,25 @@ FAMILIES: dict[str, Callable[..., hf.PreTrainedConfig]] = {
     "mistral": partial(hf.MistralConfig, **SHAPE, sliding_window=WINDOW),
     "phi3": partial(hf.Phi3Config, **SHAPE, sliding_window=WINDOW, resid_pdrop=0.1),
     "gpt2": partial(
-        hf.GPT2Config, n_embd=48, n_layer=2, n_head=4, n_positions=128, initializer_range=0.25, bos_token_id=1,
+        hf.GPT2Config,
+        n_embd=48,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        initializer_range=0.25,
+        bos_token_id=1,
         eos_token_id=2,
     ),
     "granite": partial(
-        hf.GraniteConfig, **SHAPE, logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.7,
+        hf.GraniteConfig,
+        **SHAPE,
+        logits_scaling=3.0,
+        embedding_multiplier=2.0,
+        residual_multiplier=0.7,
         attention_multiplier=0.3,
     ),
     "cohere": partial(hf.CohereConfig, **SHAPE, logit_scale=0.4, use_qk_norm=True),
-}  # fmt: skip
+}
 
 
 def build(

@@ -42,7 +42,14 @@ def write_on_policy(folder: Path, family: str, **settings: Any) -> dict[str, Any
     records = [{"prompt": turns[:1], "completion": turns[1:]} for turns in map(turns_of, range(9))]
     write_records(folder / "train.jsonl", records)
     return {
-        "data.max_tokens": 160, "data.eval": 0, "objective.loss": "reverse_kl", "train.tokens_per_step": 160,
-        "train.micro_batch_tokens": 320, "train.steps": 2, "rollout.prompts_per_step": 6,
-        "rollout.samples_per_prompt": 2, "rollout.max_new_tokens": 8, **settings,
-    }  # fmt: skip
+        "data.max_tokens": 160,
+        "data.eval": 0,
+        "objective.loss": "reverse_kl",
+        "train.tokens_per_step": 160,
+        "train.micro_batch_tokens": 320,
+        "train.steps": 2,
+        "rollout.prompts_per_step": 6,
+        "rollout.samples_per_prompt": 2,
+        "rollout.max_new_tokens": 8,
+        **settings,
+    }

@@ -120,9 +120,13 @@ def save_two(folder: Path) -> tuple[Path, Path, float, float]:
 def save(folder: Path, width: int) -> tuple[float, float]:
     """Save a model of four layers in files of about one layer. Return the sizes of model and layer in MiB."""
     config = LlamaConfig(
-        vocab_size=8 * width, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=4,
-        num_attention_heads=8, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=8 * width,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        tie_word_embeddings=False,
+    )
     model = AutoModelForCausalLM.from_config(config)
     layer = mebibytes(model.model.layers[0])
     model.save_pretrained(folder, max_shard_size=int(1.25 * layer * MIB))

@@ -253,9 +253,13 @@ def megatron_engine(job: Job, spec: ObjectiveSpec, **precision: torch.dtype) -> 
     """precision: further fields of the layout."""
     case = job.case
     layout = Layout(
-        case.degrees, "interleaved" if case.chunks > 1 else "1f1b", **precision, sequence=case.sequence,
-        recompute=job.recompute, options=job.options,
-    )  # fmt: skip
+        case.degrees,
+        "interleaved" if case.chunks > 1 else "1f1b",
+        **precision,
+        sequence=case.sequence,
+        recompute=job.recompute,
+        options=job.options,
+    )
     mesh = Mesh(case.degrees, torch.device("cpu"))
     is_base = bool(job.adapter)
     source, teacher = (ModelSource(partial(decoder, job, seed), name="model") for seed in range(2))

@@ -284,9 +284,13 @@ def schedule(
     def forward_step(data: Iterator[tuple[MicroBatch, Any]], model: GPTModel) -> tuple[Any, Callable[[Any], Any]]:
         batch, context = next(data)
         made = model(
-            batch.input_ids_BS, batch.position_ids_BS, None, packed_seq_params=batch.packed,
-            output_processor=hook, output_processor_context=context,
-        )  # fmt: skip
+            batch.input_ids_BS,
+            batch.position_ids_BS,
+            None,
+            packed_seq_params=batch.packed,
+            output_processor=hook,
+            output_processor_context=context,
+        )
         return made, keep
 
     def keep(made: Any, non_loss_data: bool = False) -> Any:
@@ -294,10 +298,15 @@ def schedule(
         return made if non_loss_data else (made.loss.clone(), torch.tensor(1), made)
 
     return get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=iter(zip(batches, contexts, strict=True)), model=model,
-        num_microbatches=len(batches), seq_length=S, micro_batch_size=B, collect_non_loss_data=bool(options),
+        forward_step_func=forward_step,
+        data_iterator=iter(zip(batches, contexts, strict=True)),
+        model=model,
+        num_microbatches=len(batches),
+        seq_length=S,
+        micro_batch_size=B,
+        collect_non_loss_data=bool(options),
         **{"forward_only": False} | options,
-    )  # fmt: skip
+    )
 
 
 def sum_shared(model: GPTModel, layout: Layout) -> dict[str, Tensor]:

@@ -95,16 +95,33 @@ def context_rows(size: int, tokens: int) -> list[Tensor]:
 def build(layout: Layout, seed: int, width: int = 32) -> GPTModel:
     """Return this rank's part of a model with random weights."""
     config = TransformerConfig(
-        num_layers=LAYERS, hidden_size=width, num_attention_heads=4, ffn_hidden_size=40,
-        use_cpu_initialization=True, init_method_std=0.3, hidden_dropout=0.0, attention_dropout=0.0,
-        add_bias_linear=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline, context_parallel_size=layout.context,
-        sequence_parallel=layout.sequence, pipeline_dtype=torch.float32, batch_p2p_comm=False,
-        calculate_per_token_loss=True, num_moe_experts=layout.experts or None,
-        moe_token_dispatcher_type="alltoall", mtp_num_layers=layout.depths or None, mtp_loss_scaling_factor=1.0,
-        mtp_detach_heads=layout.detached, use_mup=layout.mup, mup_base_hidden_size=16,
-    )  # fmt: skip
+        num_layers=LAYERS,
+        hidden_size=width,
+        num_attention_heads=4,
+        ffn_hidden_size=40,
+        use_cpu_initialization=True,
+        init_method_std=0.3,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        add_bias_linear=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        sequence_parallel=layout.sequence,
+        pipeline_dtype=torch.float32,
+        batch_p2p_comm=False,
+        calculate_per_token_loss=True,
+        num_moe_experts=layout.experts or None,
+        moe_token_dispatcher_type="alltoall",
+        mtp_num_layers=layout.depths or None,
+        mtp_loss_scaling_factor=1.0,
+        mtp_detach_heads=layout.detached,
+        use_mup=layout.mup,
+        mup_base_hidden_size=16,
+    )
     layer = get_gpt_layer_local_spec(layout.experts or None)
     layer.submodules.self_attention.submodules.core_attention = Attention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
@@ -114,11 +131,16 @@ def build(layout: Layout, seed: int, width: int = 32) -> GPTModel:
         layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = Norm
     torch.manual_seed(seed)
     return MultiTokenGPTModel(
-        config, block, ROWS_V, S * B if layout.packed else S,
+        config,
+        block,
+        ROWS_V,
+        S * B if layout.packed else S,
         pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(), share_embeddings_and_output_weights=layout.tied,
-        position_embedding_type="learned_absolute", mtp_block_spec=mtp,
-    )  # fmt: skip
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=layout.tied,
+        position_embedding_type="learned_absolute",
+        mtp_block_spec=mtp,
+    )
 
 
 @dataclass(frozen=True)

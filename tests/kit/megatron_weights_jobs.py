@@ -52,9 +52,13 @@ class Case(NamedCase):
     @property
     def degrees(self) -> Degrees:
         return Degrees(
-            pipeline=self.pipeline, fsdp=self.data // self.replicas, replicate=self.replicas,
-            context=self.context, tensor=self.tensor, expert=self.expert,
-        )  # fmt: skip
+            pipeline=self.pipeline,
+            fsdp=self.data // self.replicas,
+            replicate=self.replicas,
+            context=self.context,
+            tensor=self.tensor,
+            expert=self.expert,
+        )
 
     @property
     def sizes(self) -> dict[str, Any]:

@@ -43,9 +43,12 @@ def from_the_openapi_document(server: Server, examples: int) -> None:
 
         @given(case=operation.ok().as_strategy())
         @settings(
-            max_examples=examples, deadline=None, derandomize=True, database=None,
+            max_examples=examples,
+            deadline=None,
+            derandomize=True,
+            database=None,
             suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
+        )
         def one(case: Any) -> None:
             case.call_and_validate(checks=[not_a_server_error])
 
@@ -190,9 +193,12 @@ def damaged_safetensors(draw: random.Random, content: bytes) -> bytes:
 
 
 DAMAGE: dict[str, Callable[[random.Random, bytes], bytes]] = {
-    ".json": damaged_json, ".jsonl": damaged_lines, ".safetensors": damaged_safetensors, ".yaml": damaged_text,
+    ".json": damaged_json,
+    ".jsonl": damaged_lines,
+    ".safetensors": damaged_safetensors,
+    ".yaml": damaged_text,
     ".jinja": damaged_text,
-}  # fmt: skip
+}
 
 
 def damage_files(draw: random.Random, files: list[Path], foreign: list[Path]) -> list[Path]:

@@ -69,9 +69,12 @@ SIGNALS = ["full", "dense", *TAILS]
 ALL_SIGNALS = [*SIGNALS, "mixture"]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 HEADS: dict[str, dict[str, Any]] = {
-    "plain": {}, "scaled": {"scale": 0.25}, "capped": {"softcap": 2.0}, "both": {"scale": 3.0, "softcap": 5.0},
+    "plain": {},
+    "scaled": {"scale": 0.25},
+    "capped": {"softcap": 2.0},
+    "both": {"scale": 3.0, "softcap": 5.0},
     "padded": {"vocab_size": 240},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

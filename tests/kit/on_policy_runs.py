@@ -103,9 +103,13 @@ def queue_of(engine: LateEngine, *, ahead: int, in_order: bool, share: float = 1
 
 #: the figures that do not depend on the batches in which completions were written
 SAME = (
-    "step", "tokens", "rollout/completion_tokens", "rollout/truncated", "rollout/staleness",
+    "step",
+    "tokens",
+    "rollout/completion_tokens",
+    "rollout/truncated",
+    "rollout/staleness",
     "rollout/staleness_max",
-)  # fmt: skip
+)
 
 
 def write_on_policy_run(folder: Path, **settings: Any) -> RunConfig:
@@ -115,10 +119,14 @@ def write_on_policy_run(folder: Path, **settings: Any) -> RunConfig:
     write_records(folder / "train.jsonl", records)
     write_records(folder / "eval.jsonl", records[:5])
     defaults = {
-        "objective.loss": "reverse_kl", "rollout.max_new_tokens": 11, "rollout.samples_per_prompt": 2,
-        "rollout.prompts_per_step": 4, "data.max_tokens": 37, "train.tokens_per_step": 37,
+        "objective.loss": "reverse_kl",
+        "rollout.max_new_tokens": 11,
+        "rollout.samples_per_prompt": 2,
+        "rollout.prompts_per_step": 4,
+        "data.max_tokens": 37,
+        "train.tokens_per_step": 37,
         "train.micro_batch_tokens": 74,
-    }  # fmt: skip
+    }
     return write_run(folder, **defaults | settings)
 
 

@@ -15,17 +15,26 @@ from stillhouse.objective import TopK
 
 VOCABULARY = 251
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "initializer_range": 0.2,
-}  # fmt: skip
+}
 #: families with parameters between sharded matrices that their tensor-parallel plans do not name
 PARTIAL: dict[str, dict[str, Any]] = {
     "apertus": {},  # the activation's alpha_p and alpha_n
     "glm4_moe": {  # q_norm and k_norm
-        "use_qk_norm": True, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "use_qk_norm": True,
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
     },
-}  # fmt: skip
+}
 
 
 def top_k(ids_BS: Tensor, entries: int) -> TopK:

@@ -48,10 +48,13 @@ class Ranks:
     ):
         self._store = None if store_in_rank_0 else TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         shared = {
-            "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": HOST,
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": HOST,
             "MASTER_PORT": str(free_port() if self._store is None else self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": str(self._store is not None), **(environment or {}),
-        }  # fmt: skip
+            "TORCHELASTIC_USE_AGENT_STORE": str(self._store is not None),
+            **(environment or {}),
+        }
         self.commands = [
             Command(
                 *arguments,

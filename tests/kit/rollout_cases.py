@@ -72,9 +72,13 @@ class Batch:
         """teachers: the signal of the only teacher, or those of several by their names."""
         signals = {TEACHER: teachers} if isinstance(teachers, Signal) else teachers
         return DistillTargets(
-            self.labels_T, self.weights_T, signals=signals or {}, per_token=self.per_token,
-            document_T=self.document_T, **options,
-        )  # fmt: skip
+            self.labels_T,
+            self.weights_T,
+            signals=signals or {},
+            per_token=self.per_token,
+            document_T=self.document_T,
+            **options,
+        )
 
 
 def make_batch(tokens: int = T, vocabulary: int = V, *, dtype: torch.dtype = torch.float64) -> Batch:

@@ -143,12 +143,19 @@ def write_run(
     if teacher and not (folder / "teacher").exists():
         save_model(folder / "teacher", "qwen3", seed=2)
     defaults = {
-        "student.model": str(folder / "student"), "data.train": str(folder / "train.jsonl"),
-        "data.eval": str(folder / "eval.jsonl"), "data.max_tokens": MAX_TOKENS,
+        "student.model": str(folder / "student"),
+        "data.train": str(folder / "train.jsonl"),
+        "data.eval": str(folder / "eval.jsonl"),
+        "data.max_tokens": MAX_TOKENS,
         "objective.loss": "0.3*cross_entropy + 0.7*jsd(0.5)" if teacher else "cross_entropy",
-        "train.tokens_per_step": 4 * MAX_TOKENS, "train.micro_batch_tokens": 2 * MAX_TOKENS, "train.steps": 6,
-        "train.learning_rate": 1e-3, "train.precision": "fp32", "device": "cpu", "out": str(folder / "out"),
-    } | ({"teacher.model": str(folder / "teacher")} if teacher and not cached else {})  # fmt: skip
+        "train.tokens_per_step": 4 * MAX_TOKENS,
+        "train.micro_batch_tokens": 2 * MAX_TOKENS,
+        "train.steps": 6,
+        "train.learning_rate": 1e-3,
+        "train.precision": "fp32",
+        "device": "cpu",
+        "out": str(folder / "out"),
+    } | ({"teacher.model": str(folder / "teacher")} if teacher and not cached else {})
     layer: dict[str, Any] = {}
     for key, value in (defaults | settings).items():
         section, _, name = key.rpartition(".")

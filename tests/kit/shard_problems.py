@@ -77,11 +77,19 @@ GROUPS = {
     "entropy": ["entropy"],
     "sampled ids": ["sampled"],
     "one token": [
-        "k2", "k3", "k2, corrected", "k3, masked", "policy", "reference", "dual clip", "cispo", "masked",
+        "k2",
+        "k3",
+        "k2, corrected",
+        "k3, masked",
+        "policy",
+        "reference",
+        "dual clip",
+        "cispo",
+        "masked",
         "log ratio",
     ],
     "zero outside": ["zero outside"],
-}  # fmt: skip
+}
 OTHER_TERMS = [*GROUPS, "all"]
 
 
@@ -145,11 +153,16 @@ def masked_mixture(expression: str, first: int, last: int) -> Problem:
 
 #: a token's ids, most of them next to the borders of FOUR
 IDS = {
-    "at the borders": (62, 63, 125, 126, 188, 189, 0, 250), "twice": (63, 62, 63, 189, 189, 0, 0, 250),
-    "absent": (-1, 63, -1, 62, 300, 189, 251, -1), "none at all": (-1, 300, -1, 251), "one": (188,),
-    "in the first shard": tuple(range(8)), "in the second shard": tuple(range(63, 71)),
-    "in the last shard": tuple(range(243, 251)), "a whole shard and one": tuple(range(125, 190)),
-}  # fmt: skip
+    "at the borders": (62, 63, 125, 126, 188, 189, 0, 250),
+    "twice": (63, 62, 63, 189, 189, 0, 0, 250),
+    "absent": (-1, 63, -1, 62, 300, 189, 251, -1),
+    "none at all": (-1, 300, -1, 251),
+    "one": (188,),
+    "in the first shard": tuple(range(8)),
+    "in the second shard": tuple(range(63, 71)),
+    "in the last shard": tuple(range(243, 251)),
+    "a whole shard and one": tuple(range(125, 190)),
+}
 
 
 def top_k(ids: str, tail: str, expression: str, send_tail: bool, vocab_size: int | None = None) -> Problem:
@@ -191,9 +204,11 @@ def labelled(first: int, last: int) -> Problem:
 def weighted(weights: str, valid_index: bool = False) -> Problem:
     """Terms with their own weights, which are multiplied by the objective's weights, and a mixture."""
     patterns = {
-        "some are zero": some_weights(), "one is not": torch.zeros(T).index_fill(0, torch.tensor([30]), 0.7),
-        "all are zero": torch.zeros(T), "none": None,
-    }  # fmt: skip
+        "some are zero": some_weights(),
+        "one is not": torch.zeros(T).index_fill(0, torch.tensor([30]), 0.7),
+        "all are zero": torch.zeros(T),
+        "none": None,
+    }
     options: dict[str, Any] = {"weights_T": patterns[weights], "normalizer": torch.tensor(19)}
     if valid_index:
         options["valid_index"] = (torch.ones(T) if weights == "none" else patterns[weights]).nonzero()[:, 0]

@@ -23,10 +23,13 @@ class Sglang(StubHandler):
             self._score(tokens, body)
             return
         options = {
-            "max_tokens": sampling["max_new_tokens"], "temperature": sampling["temperature"],
-            "top_k": sampling["top_k"], "seed": sampling["sampling_seed"],
-            "stop_token_ids": sampling["stop_token_ids"], "logprobs": body["top_logprobs_num"],
-        }  # fmt: skip
+            "max_tokens": sampling["max_new_tokens"],
+            "temperature": sampling["temperature"],
+            "top_k": sampling["top_k"],
+            "seed": sampling["sampling_seed"],
+            "stop_token_ids": sampling["stop_token_ids"],
+            "logprobs": body["top_logprobs_num"],
+        }
         adapter = body.get("lora_path")
         if adapter is not None and not self._has_adapter(adapter):
             return

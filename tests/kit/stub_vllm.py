@@ -41,9 +41,13 @@ class Vllm(StubHandler):
         hidden_SE = self.model.hidden_SE(body["input"]).to(DTYPES[body["embed_dtype"]])
         content = hidden_SE.contiguous().view(torch.uint8).numpy().tobytes()
         part = {
-            "index": 0, "embed_dtype": body["embed_dtype"], "endianness": body["endianness"], "start": 0,
-            "end": len(content), "shape": list(hidden_SE.shape),
-        }  # fmt: skip
+            "index": 0,
+            "embed_dtype": body["embed_dtype"],
+            "endianness": body["endianness"],
+            "start": 0,
+            "end": len(content),
+            "shape": list(hidden_SE.shape),
+        }
         metadata = {"id": "pooling", "model": "t", "data": [part], "usage": {"prompt_tokens": len(hidden_SE)}}
         self.reply(200, content, metadata=json.dumps(metadata))
 
@@ -83,10 +87,13 @@ class Vllm(StubHandler):
             for row in completion["rows"]
         ]
         choice = {
-            "index": 0, "finish_reason": completion["finish"], "stop_reason": None,
-            "token_ids": completion["ids"], "weight_versions": completion["spans"],
+            "index": 0,
+            "finish_reason": completion["finish"],
+            "stop_reason": None,
+            "token_ids": completion["ids"],
+            "weight_versions": completion["spans"],
             "logprobs": {"content": content},
-        }  # fmt: skip
+        }
         self.answer({"request_id": "generate-tokens-1", "model": name or "t", "choices": [choice]})
 
     def _score_chosen(self, tokens: list[int], options: dict[str, Any]) -> None:

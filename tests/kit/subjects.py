@@ -324,6 +324,12 @@ def answers(folder: Path) -> Load:
 
 
 SUBJECTS: dict[str, Callable[[Path], Load]] = {
-    "configurations": configurations, "data": data, "images": images, "messages": template_messages,
-    "models": models, "published": published, "adapters": partial(published, lora=True), "answers": answers,
-}  # fmt: skip
+    "configurations": configurations,
+    "data": data,
+    "images": images,
+    "messages": template_messages,
+    "models": models,
+    "published": published,
+    "adapters": partial(published, lora=True),
+    "answers": answers,
+}
