@@ -165,8 +165,7 @@ class Documents:
         if self.set_D is not None:
             arrays.append(self.set_D)
         if self.media is not None:
-            hashes = self.media.table.column("sha256").take(self.media.rows_I)
-            arrays += [self.media.offsets, np.frombuffer(b"".join(hashes.to_pylist()), dtype=np.uint8)]
+            arrays += [self.media.offsets, np.frombuffer(self.media.hashes(), dtype=np.uint8)]
         for array in arrays:
             digest.update(np.ascontiguousarray(array).data)
         if self.columns or self.substitutions or self.records:

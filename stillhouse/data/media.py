@@ -10,7 +10,7 @@ S tokens of a document, A axes of rotary positions.
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.documents import Documents
-from stillhouse.data.media_files import MediaFile, MediaFiles
-from stillhouse.data.record import DataError, Record
+from stillhouse.data.media_files import MediaFile
+from stillhouse.data.record import Record
 from stillhouse.data.render.templates import Span
 from stillhouse.hashing import json_hash
 from stillhouse.registry import load, load_all
@@ -34,7 +34,6 @@ MEDIA, MEDIUM = "images", "an image"
 #: the columns of records that contain media
 _COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 _MESSAGE_COLUMNS = ("messages", "prompt", "completion")
-_PART = 2**22  # the number of tokens that are searched at a time
 
 #: computes the rotary positions [S, A] of one document from its ids [S], its token types ([S] or None) and its media;
 #: returns None for a model with one axis
@@ -127,8 +126,14 @@ class MediaProcessor(Protocol):
     def prompt_arguments(self, decoder: Any, requests: Sequence[Any], width: int) -> dict[str, Tensor]:
         """The arguments of transformers' `generate` for `GenerationRequest`s. width: the longest prompt's length."""
 
+    def check_texts(self, documents: Documents) -> None:
+        """Raise DataError for a document without media that has a placeholder token."""
+
     def in_words(self, documents: Documents, document: int) -> str:
         """A description of a document's media, with the numbers of their tokens."""
+
+    def shortened(self, text: str) -> str:
+        """The text with each long repetition of a placeholder token shortened to one token and a count."""
 
 
 def media_kind(processor: MediaProcessor) -> Any:
@@ -142,20 +147,6 @@ def find_media_processor(
     """The processor of a folder or a hub id; None if it has no processor. options: see `ImageProcessor`."""
     processors = (kind.find_processor(name_or_path, tokenizer, **options) for kind in load_all(GROUP).values())
     return next((processor for processor in processors if processor is not None), None)
-
-
-def check_texts(documents: Documents, processor: MediaProcessor) -> None:
-    """Raise DataError for a document without media that has a placeholder token."""
-    counts_D = np.diff((documents.media or MediaFiles.none(len(documents))).offsets)
-    for start in range(0, len(documents.tokens_N), _PART):
-        part_N = documents.tokens_N[start : start + _PART]
-        places = start + np.flatnonzero(np.isin(part_N, processor.placeholder_ids))
-        owners = np.searchsorted(documents.offsets, places, side="right") - 1
-        if len(without := owners[counts_D[owners] == 0]):
-            raise DataError(
-                documents.sources[int(without[0])],
-                f"its text has a placeholder token of {MEDIA}, but there is no image",
-            )
 
 
 def with_media(record: Record) -> Record:
@@ -207,7 +198,6 @@ class DocumentMedia:
     placeholder_ids: Sequence[int] = ()
 
 
-@dataclass(eq=False)
 class MediaInputs:
     """Makes the inputs of a micro-batch that come from media.
 
@@ -215,9 +205,13 @@ class MediaInputs:
         teacher that reads no media, by name. All other teachers read the student's inputs.
     """
 
-    processor: MediaProcessor
-    axis_positions: AxisPositions | None = None
-    teachers: "Mapping[str, MediaInputs | None]" = field(default_factory=dict)
+    def __init__(
+        self,
+        processor: MediaProcessor,
+        axis_positions: AxisPositions | None = None,
+        teachers: "Mapping[str, MediaInputs | None] | None" = None,
+    ):
+        self.processor, self.axis_positions, self.teachers = processor, axis_positions, dict(teachers or {})
 
     def tensors(
         self, documents: Documents, members: Sequence[int], ids_M: Sequence[np.ndarray], *, may_skip: bool = False

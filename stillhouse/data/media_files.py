@@ -107,6 +107,10 @@ class MediaFiles:
         rows = self.rows_I[self.offsets[document] : self.offsets[document + 1]].tolist()
         return [MediaFile(*(self.table.column(name)[row].as_py() for name in _NAMES)) for row in rows]
 
+    def hashes(self) -> bytes:
+        """The hashes of all media in the order of the documents."""
+        return b"".join(self.table.column("sha256")[int(row)].as_py() for row in self.rows_I)
+
 
 class MediaWriter:
     """Writes media to an Arrow file, or to memory if `path` is None."""
@@ -132,10 +136,8 @@ class MediaWriter:
     def finish(self) -> MediaFiles:
         """Complete the file, and return all media, which are then read from it."""
         self.close()
-        in_memory = self.path is None
-        source = pyarrow.BufferReader(self._sink.getvalue()) if in_memory else pyarrow.memory_map(str(self.path))
-        table = pyarrow.ipc.open_file(source).read_all()
-        return MediaFiles(table, np.arange(sum(self.counts)), offsets_of(self.counts))
+        source = pyarrow.BufferReader(self._sink.getvalue()) if self.path is None else self.path
+        return MediaFiles(media_table(source), np.arange(sum(self.counts)), offsets_of(self.counts))
 
     def close(self) -> None:
         """Complete the file. A second call does nothing."""
@@ -144,3 +146,9 @@ class MediaWriter:
             if self.path is not None:
                 self._sink.close()
         self._closed = True
+
+
+def media_table(source: Path | pyarrow.BufferReader) -> pyarrow.Table:
+    """The table of an Arrow file of media. A file on disk is memory-mapped."""
+    file = pyarrow.memory_map(str(source)) if isinstance(source, Path) else source
+    return pyarrow.ipc.open_file(file).read_all()

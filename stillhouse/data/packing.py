@@ -109,6 +109,11 @@ class PackedSequences:
         return np.add.reduceat(self.documents.target_counts_D[self._members], self._borders[:-1])
 
     @property
+    def filled_share(self) -> float:
+        """Tokens and gaps of all sequences, as a share of the sequences' capacity of `max_tokens` columns each."""
+        return int(self.widths_D.sum()) / (len(self) * self.max_tokens)
+
+    @property
     def padding_share(self) -> float:
         """The share of padding if each document of a sequence is padded to the sequence's longest document."""
         longest_S = np.maximum.reduceat(self.widths_D[self._members], self._borders[:-1])
@@ -177,7 +182,7 @@ class PackedMicroBatches(StepMicroBatches):
     rows: for each micro-batch, the numbers of its sequences. teacher: see `PackedSequences.micro_batch`.
     """
 
-    def __init__(self, sequences: PackedSequences, rows: Sequence[np.ndarray], teacher: str | None):
+    def __init__(self, sequences: PackedSequences, rows: Sequence[np.ndarray], teacher: str | None = None):
         super().__init__(())
         self.sequences, self.rows, self.teacher = sequences, list(rows), teacher
 

@@ -36,7 +36,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data import media
 from stillhouse.data.data_report import DataReport
 from stillhouse.data.documents import Documents
-from stillhouse.data.media_files import MediaFiles, MediaWriter
+from stillhouse.data.media_files import MediaFiles, MediaWriter, media_table
 from stillhouse.data.offsets import offsets_of
 from stillhouse.data.render.templates import Encoded
 from stillhouse.data.substitutions import Substitution, Substitutions
@@ -201,7 +201,7 @@ def _read(path: Path, name: str) -> Documents:
     if manifest["has_images"]:
         offsets = arrays[_IMAGE_OFFSETS]
         with reading(damaged):
-            table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path / IMAGES))).read_all()
+            table = media_table(path / IMAGES)
         if offsets[-1] != len(table):
             raise ValueError(f"{damaged}: {IMAGES} has {len(table)} images, and {_IMAGE_OFFSETS} has {offsets[-1]}")
         media = MediaFiles(table, np.arange(offsets[-1]), offsets)

@@ -12,7 +12,6 @@ S tokens of a document, B rows, D width.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -145,9 +144,7 @@ def with_images_proven(
     for section, store in (stores or {}).items():
         with as_config_error(section):
             store.require_positions(positions)
-    inputs = MediaInputs(inputs.processor, student.decoders[0].axis_positions, teachers)
-    evaluation = None if data.evaluation is None else data.evaluation.with_media_inputs(inputs)
-    return replace(data, train=data.train.with_media_inputs(inputs), evaluation=evaluation)
+    return data.with_media_inputs(MediaInputs(inputs.processor, student.decoders[0].axis_positions, teachers))
 
 
 def _is_equal(positions_SA: Tensor | None, others_SA: Tensor | None) -> bool:

@@ -2,14 +2,15 @@
 
 When the data is loaded, the processor replaces each image's placeholder in the text by the tokens of the image's
 features. The pixel tensors are made again when a micro-batch is built, by one call for each document, so that they do
-not depend on the other documents (`ImageProcessor.layout` proves this).
+not depend on the other documents. At the first use, small pictures prove that the concatenated tensors of one call
+for each document equal the tensors of a single call for all documents.
 
 S tokens of a document, or of the longest prompt among B prompts.
 """
 
 import io
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.documents import Documents
 from stillhouse.data.media import Expanded, MediaTensors
-from stillhouse.data.media_files import MediaFile
+from stillhouse.data.media_files import MediaFile, MediaFiles
 from stillhouse.data.record import DataError, ProcessorError, RecordError
 from stillhouse.data.render.tokenizers import tokenizer_fingerprint
 from stillhouse.hashing import file_hash, json_hash
@@ -35,6 +36,7 @@ from stillhouse.models.vision_language import TOKEN_TYPES, model_media, read_tok
 
 _PER_TOKEN = {"input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets", *TOKEN_TYPES}
 _PROBES = ((37, 23), (64, 48), (20, 50))  # widths and heights
+_PART = 2**22  # the number of tokens that are searched at a time
 
 
 class _Layout(NamedTuple):
@@ -46,25 +48,31 @@ class _Layout(NamedTuple):
     stacked: frozenset[str]
 
 
-@dataclass(eq=False)
 class ImageProcessor:
     """The processor of a model. `MediaProcessor` documents its methods.
 
-    kind: the name of this add-on in the registry. name: a folder or a hub id. tokenizer: the run's tokenizer, which
-    must also be the processor's. most_pixels: a larger image is scaled down to this number of pixels; there is no
-    limit if it is None. template_is_set: whether the tokenizer's chat template was replaced by another template.
+    kind: the name of this add-on in the registry. tokenizer: the run's tokenizer, which must also be the
+    processor's. most_pixels: a larger image is scaled down to this number of pixels; there is no limit if it is None.
+    template_is_set: whether the tokenizer's chat template was replaced by another template.
     """
 
     kind = "images"
 
-    name: str
-    files: Sequence[Path]
-    tokenizer: PreTrainedTokenizerBase
-    _: KW_ONLY
-    revision: str | None = None
-    trust_remote_code: bool = False
-    most_pixels: int | None = None
-    template_is_set: bool = False
+    def __init__(
+        self,
+        name_or_path: str,
+        files: Sequence[Path],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        most_pixels: int | None = None,
+        template_is_set: bool = False,
+    ):
+        self.name, self.tokenizer, self.most_pixels = name_or_path, tokenizer, most_pixels
+        self.files: Sequence[Path] = files
+        self._options = revision, trust_remote_code
+        self._template_is_set = template_is_set
 
     def identity(self) -> list[Any]:
         return [self.most_pixels, *map(file_hash, self.files)]
@@ -83,7 +91,7 @@ class ImageProcessor:
         chat template, or has no placeholder token for images.
         """
         require_pillow()
-        processor = load_processor(self.name, self.revision, self.trust_remote_code)
+        processor = load_processor(self.name, *self._options)
         what = f"the processor of {self.name!r}"
         if tokenizer_fingerprint(processor.tokenizer) != tokenizer_fingerprint(self.tokenizer):
             raise ValueError(
@@ -92,7 +100,7 @@ class ImageProcessor:
                 "AutoProcessor.from_pretrained(…).save_pretrained(folder)"
             )
         template = self.tokenizer.chat_template
-        if not self.template_is_set and processor.chat_template not in (None, template):
+        if not self._template_is_set and processor.chat_template not in (None, template):
             raise ValueError(
                 f"{what} and its tokenizer have different chat templates: set data.chat_template to a file with the "
                 "template to use"
@@ -286,6 +294,23 @@ class ImageProcessor:
             f"{documents.sources[document]}: images of {shown} pixels, {self.count_placeholders(tokens):,} "
             f"placeholder tokens of {len(tokens):,}, {targets:,} to predict"
         )
+
+    def shortened(self, text: str) -> str:
+        tokens = map(re.escape, self.tokenizer.convert_ids_to_tokens(self.placeholder_ids))
+        return re.sub(
+            rf"({'|'.join(tokens)})\1{{3,}}", lambda match: f"{match[1]}[× {len(match[0]) // len(match[1]):,}]", text
+        )
+
+    def check_texts(self, documents: Documents) -> None:
+        counts_D = np.diff((documents.media or MediaFiles.none(len(documents))).offsets)
+        for start in range(0, len(documents.tokens_N), _PART):
+            places = start + np.flatnonzero(np.isin(documents.tokens_N[start : start + _PART], self.placeholder_ids))
+            owners = np.searchsorted(documents.offsets, places, side="right") - 1
+            if len(without := owners[counts_D[owners] == 0]):
+                raise DataError(
+                    documents.sources[int(without[0])],
+                    "its text has a placeholder token of images, but there is no image",
+                )
 
     @cached_property
     def _isolated_decoder(self) -> IsolatedDecoder:

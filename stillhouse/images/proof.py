@@ -178,19 +178,15 @@ class PackedDocuments:
                 positions_S, axes_SA = torch.arange(len(document.ids_S)), document.axis_positions(decoder)
                 per_token = {"input_ids": document.ids_S, "position_ids": positions_S, **document.types_S}
                 tensors.append(per_token if axes_SA is None else {**per_token, AXES: axes_SA})
-            missing, row_inputs = columns - lengths[number], dict[str, Tensor]()
-            for name in tensors[0]:
-                joined_S = torch.cat([values[name] for values in tensors])
-                if name in ("position_ids", AXES):  # padding counts as a document: its positions begin at 0
-                    positions = torch.arange(missing).view(-1, *[1] * (joined_S.dim() - 1))
-                    row_inputs[name] = torch.cat([joined_S, positions.expand(missing, *joined_S.shape[1:])])
-                else:
-                    value = int(joined_S[0]) if name == "input_ids" else 0
-                    row_inputs[name] = pad(joined_S, (0, missing), value=value)
-            parts.append(row_inputs)
+            missing = columns - lengths[number]
+            parts.append({name: _padded(name, [part[name] for part in tensors], missing) for name in tensors[0]})
         inputs = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
         is_padding_BS = torch.arange(columns) >= torch.tensor(lengths)[:, None]
         return cls(inputs, is_padding_BS, places)
+
+    def parts(self, hidden_BSD: Tensor) -> list[Tensor]:
+        """Return the hidden states [S, D] of each document."""
+        return [hidden_BSD[row, columns] for row, columns in self.places]
 
 
 def _prove_packed(
@@ -200,39 +196,34 @@ def _prove_packed(
     decoder = model.decoders[0]
     packed, name = PackedDocuments.of(decoder, documents), typename(decoder.pretrained)
 
-    def run(members: Sequence[ImageDocument]) -> list[Tensor] | None:
-        """Return the hidden states [S, D] of each document."""
-        hidden_BSD = model.packed(packed, join([document.images for document in members if document.images]))
-        return None if hidden_BSD is None else [hidden_BSD[row, columns] for row, columns in packed.places]
+    def run(members: Sequence[ImageDocument]) -> Tensor | None:
+        return model.packed(packed, join([document.images for document in members if document.images]))
 
-    hidden, changed = run(documents), dict[int, list[Tensor]]()
+    hidden_BSD, changed = run(documents), dict[int, Tensor]()
     # `run` is a collective, so it comes before the checks, which can raise an error on some processes only
     for number, document in enumerate(documents):
         if images := document.images.items():
             inverted = {name: -value.flip(-1) if value.is_floating_point() else value for name, value in images}
             others = [*documents[:number], replace(document, images=inverted), *documents[number + 1 :]]
-            if (after := run(others)) is not None:
-                changed[number] = after
-    if hidden is None:
+            if (changed_BSD := run(others)) is not None:
+                changed[number] = changed_BSD
+    if hidden_BSD is None:
         return
-    precision = model.precision or expected[0].dtype
-    # in half precision, only the median counts, because rounding can change experts
-    tolerance, is_half = PLACE_TOLERANCE[precision], precision.itemsize < torch.float32.itemsize
+    hidden, precision = packed.parts(hidden_BSD), model.precision or expected[0].dtype
     for number, (hidden_SD, expected_SD) in enumerate(zip(hidden, expected, strict=True), start=1):
         which = f"{name}: packed with others, document {number} of {len(documents)} has hidden states that differ by "
         rest = "{error:.2%} from those of the plain model on that document alone"
-        errors_S = relative_errors(hidden_SD, expected_SD)
-        compare(errors_S, tolerance, which + rest, PackingError, median=is_half)
+        _compare(hidden_SD, expected_SD, precision, which + rest)
     # other images in a document must change the hidden states of this document only
     message = f"{name}: the hidden states of a document change by {{error:.2%}} with the images of another document"
-    for number, after in changed.items():
+    for number, changed_BSD in changed.items():
+        after = packed.parts(changed_BSD)
         change = float(relative_errors(after[number], hidden[number]).max())
         if not change > _CHANGED:
             raise PackingError(f"{name} ignores images: with other images, its hidden states change by {change:.2%}")
         for other, (before_SD, after_SD) in enumerate(zip(hidden, after, strict=True)):
             if other != number:
-                errors_S = relative_errors(after_SD, before_SD)
-                compare(errors_S, tolerance, message, PackingError, median=is_half)
+                _compare(after_SD, before_SD, precision, message)
 
 
 def document_positions(decoder: Any, tensors: Mapping[str, Tensor]) -> Tensor | None:
@@ -248,6 +239,21 @@ def run_alone(decoder: Any, document: ImageDocument) -> Tensor:
     with reading(f"{typename(decoder.pretrained)} cannot run a document with images", passes=ProofError):
         hidden_1SD: Tensor = decoder(document.ids_S[None].to(device), **types, images=images, head=False)
     return hidden_1SD
+
+
+def _padded(name: str, parts: Sequence[Tensor], columns: int) -> Tensor:
+    """Join values [S, …] of documents and of padding. Padding counts as a document: its positions begin at 0."""
+    joined_S = torch.cat([*parts])
+    if name not in ("position_ids", AXES):
+        return pad(joined_S, (0, columns), value=int(joined_S[0]) if name == "input_ids" else 0)
+    positions = torch.arange(columns).view(-1, *[1] * (joined_S.dim() - 1)).expand(columns, *joined_S.shape[1:])
+    return torch.cat([joined_S, positions])
+
+
+def _compare(hidden_SD: Tensor, expected_SD: Tensor, precision: torch.dtype, message: str) -> None:
+    """Raise PackingError for large errors. In half precision, only the median counts: rounding can change experts."""
+    errors_S, is_half = relative_errors(hidden_SD, expected_SD), precision.itemsize < torch.float32.itemsize
+    compare(errors_S, PLACE_TOLERANCE[precision], message, PackingError, median=is_half)
 
 
 @contextmanager

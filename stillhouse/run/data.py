@@ -28,7 +28,7 @@ from stillhouse.data import (
     load_documents,
     load_tokenizer,
 )
-from stillhouse.data.media import MediaInputs, MediaProcessor, check_texts, find_media_processor, media_kind
+from stillhouse.data.media import MediaInputs, MediaProcessor, find_media_processor, media_kind
 from stillhouse.data.record import TemplateSyntaxError
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.record_forms import are_conversations
@@ -285,7 +285,7 @@ def _media_inputs(
 ) -> tuple[MediaInputs, dict[str, str], list[Any]]:
     """Return the `MediaInputs`, the processors' hashes by section, and one identity of all processors."""
     for documents in splits:
-        check_texts(documents, processor)
+        processor.check_texts(documents)
     teachers, identities = dict[str, MediaInputs | None](), {"student": processor.identity()}
     identity: list[Any] = [processor.identity()]
     for name, reader in readers.items():

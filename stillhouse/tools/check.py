@@ -5,7 +5,6 @@ of each loss. It changes no weight and writes no file.
 """
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -120,7 +119,7 @@ def _data_rows(data: Data, schedule: Schedule, rollout: RolloutPlan | None) -> I
     if data.evaluation is None:
         yield "data eval", "no data is held out, so there will be no held-out metrics"
     if rollout is None:
-        filling = f"{int(data.train.widths_S.sum()) / (len(data.train) * data.train.max_tokens):.0%} full"
+        filling = f"{data.train.filled_share:.0%} full"
         if data.by_length:
             filling = f"each with documents of similar lengths, {data.train.padding_share:.1%} padding in rows"
         yield "packing", f"{len(data.train):,} sequences, {filling}"
@@ -148,10 +147,7 @@ def _sample(data: Data, document: int) -> str:
     documents = data.train.documents
     text = in_brackets(data.tokenizer, documents.tokens(document), documents.targets(document))
     if documents.media is not None and data.processor is not None:
-        # shorten long repetitions of a placeholder token to one token and a count
-        tokens = map(re.escape, data.tokenizer.convert_ids_to_tokens(data.processor.placeholder_ids))
-        repeated = re.compile(rf"({'|'.join(tokens)})\1{{3,}}")
-        text = repeated.sub(lambda match: f"{match[1]}[× {len(match[0]) // len(match[1]):,}]", text)
+        text = data.processor.shortened(text)
     return escaped(text[:_SAMPLE], lines=True) + ("…" if len(text) > _SAMPLE else "")
 
 

@@ -21,7 +21,7 @@ from kit.image_models import FAMILIES, image_tokenizer, picture, write_image_mod
 from PIL import Image
 
 from stillhouse.data import DataError, Documents, LoadOptions, PackedSequences, load_documents, make_micro_batch
-from stillhouse.data.media import MediaInputs, check_texts
+from stillhouse.data.media import MediaInputs
 from stillhouse.data.record import RecordError
 from stillhouse.images import IMAGES, decode
 from stillhouse.images.decode import IsolatedDecoder, open_image
@@ -344,8 +344,8 @@ def test_a_text_with_a_placeholder_and_without_an_image_is_refused(qwen: Student
     records = [{"messages": CONVERSATIONS[0]}, {"messages": [user(text("<|image_pad|>")), FOUR]}]
     documents = qwen.load_records(pictures, *records)
     with pytest.raises(DataError, match=r"train.jsonl:2: its text has a placeholder token of images"):
-        check_texts(documents, qwen.processor)
-    check_texts(documents.select([0]), qwen.processor)
+        qwen.processor.check_texts(documents)
+    qwen.processor.check_texts(documents.select([0]))
 
 
 def test_a_processor_with_another_tokenizer_or_template_is_refused(pictures: Path, tmp_path: Path) -> None:
