@@ -8,7 +8,6 @@ Such a block contains no code of our own, because `reading` would also convert t
 import os
 import re
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from types import TracebackType
@@ -82,13 +81,13 @@ def first_problem(error: ValidationError) -> str:
     return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
 
 
-@dataclass
 class writing(AbstractContextManager[object]):
     """Convert disk errors of tokenizers in the block to OSError. The Rust core of tokenizers raises them as plain
     Exceptions, with the error number only in the message.
     """
 
-    folder: str | os.PathLike[str]
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = folder
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         number = re.search(r"\(os error (\d+)\)", str(error)) if type(error) is Exception else None

@@ -87,13 +87,13 @@ def save_checkpoint(
     needed_bytes = engine.bytes_to_save()
     require_space(folder, needed_bytes, ranks)
     with written_together(final, ranks, needed_bytes) as partial:
-        elements, without_moments = engine.save(partial / RESUME)
+        saved = engine.save(partial / RESUME)
         # if one machine has lost the shared file system, its ranks wrote locally, and rank 0 finds too few elements
         stored = stored_tensors(partial / RESUME) if ranks.is_first else {}
         chunks = [chunk for name, tensor in stored.items() if not name.startswith(RANDOM) for chunk in tensor.chunks]
         present = ranks.from_first(sum(math.prod(chunk.sizes) for chunk in chunks))
-        if present != elements:
-            raise ValueError(f"{scattered} (it contained {present:,} of {elements:,} elements)")
+        if present != saved.elements:
+            raise ValueError(f"{scattered} (it contained {present:,} of {saved.elements:,} elements)")
         if ranks.is_first:
             decoder, resume = engine.student.decoders[0], partial / RESUME
             save_student(partial / "student", decoder, tokenizer, resume, ranks, processor_files)
@@ -105,7 +105,7 @@ def save_checkpoint(
         if not all(files.values()):
             raise ValueError(scattered)
         if ranks.is_first:
-            write_state(partial, State(progress, files, without_moments))
+            write_state(partial, State(progress, files, saved.without_moments))
     return final
 
 

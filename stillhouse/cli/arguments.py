@@ -65,14 +65,12 @@ def load_arguments(
         raise misused("an override has no spaces: expected for example train.learning_rate=2e-5")
     if len(files) > 1:
         raise misused(f"got {len(files)} configuration files, expected one: {', '.join(files)}")
-    if file is not None:
-        readers = (f".{name}" for name in registered("stillhouse.readers"))
-        if Path(file).suffix.lower() in {*_OF_DATA, *readers}.difference(_OF_CONFIGURATIONS):
-            raise misused(f"{file} is data, not a configuration: write --data {file}")
-        if not Path(file).exists():
-            if Path(file).suffix in (".yaml", ".yml") or "/" in file:
-                raise misused(f"the file {file} does not exist: expected a YAML file")
-            raise misused(f"{file!r} is neither a file nor an override: expected a YAML file or key=value")
+    if file is not None and is_data(file):
+        raise misused(f"{file} is data, not a configuration: write --data {file}")
+    if file is not None and not Path(file).exists():
+        if Path(file).suffix in (".yaml", ".yml") or "/" in file:
+            raise misused(f"the file {file} does not exist: expected a YAML file")
+        raise misused(f"{file!r} is neither a file nor an override: expected a YAML file or key=value")
     from stillhouse.config import load_config
     from stillhouse.run.local_checks import check_local
 
@@ -88,6 +86,12 @@ def load_arguments(
         require_on_hub(models)
     quiet_libraries()
     return config
+
+
+def is_data(file: str) -> bool:
+    """Return whether a file has a suffix that only data files have. A .json file can also be a configuration."""
+    readers = (f".{name}" for name in registered("stillhouse.readers"))
+    return Path(file).suffix.lower() in {*_OF_DATA, *readers}.difference(_OF_CONFIGURATIONS)
 
 
 def is_override(argument: str) -> bool:

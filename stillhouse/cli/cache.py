@@ -9,6 +9,7 @@ from stillhouse.cli.arguments import configured, is_override, load_arguments, mi
 from stillhouse.display import print_escaped
 
 if TYPE_CHECKING:
+    from stillhouse.signals import SignalCache
     from stillhouse.signals.signal_spec import SignalKind
 
 FOLDER = click.Path(path_type=Path)
@@ -71,11 +72,7 @@ def write(
     if flags["out"] is None:
         raise misused("--out is missing: expected the folder of the cache")
     out = Path(flags["out"])
-    if flags["student"] is None and all(map(is_override, arguments)):
-        # neither a file nor an option names a student; a cache needs only its tokenizer, which must be the teacher's
-        keys = ("teacher.model=", "teacher.revision=", "teacher.trust_remote_code=")
-        same = (text.replace("teacher", "student", 1) for text in arguments if text.startswith(keys))
-        arguments, flags = (*same, *arguments), {**flags, "student": flags["teacher"]}
+    arguments, flags = _with_student(arguments, flags)
     config = load_arguments(arguments, flags)
     from stillhouse.parallel import destroy_process_group, is_first
     from stillhouse.tools.write_cache import write_cache
@@ -97,23 +94,38 @@ def write(
     destroy_process_group()
 
 
+def _with_student(
+    arguments: tuple[str, ...], flags: dict[str, str | None]
+) -> tuple[tuple[str, ...], dict[str, str | None]]:
+    """Set the student to the teacher if neither a file nor an option names a student.
+
+    A cache needs only the tokenizer of the student, which must be the teacher's tokenizer.
+    """
+    if flags["student"] is not None or not all(map(is_override, arguments)):
+        return arguments, flags
+    keys = ("teacher.model=", "teacher.revision=", "teacher.trust_remote_code=")
+    same = (text.replace("teacher", "student", 1) for text in arguments if text.startswith(keys))
+    return (*same, *arguments), {**flags, "student": flags["teacher"]}
+
+
 @cache.command("info")
 @click.argument("folder", type=FOLDER)
 def cache_info(folder: Path) -> None:
     """Show the content of a cache."""
-    quiet_libraries()
-    from stillhouse.signals import SignalCache
-
-    print_escaped(SignalCache(folder).manifest.summary(folder))
+    print_escaped(_opened(folder).manifest.summary(folder))
 
 
 @cache.command("verify")
 @click.argument("folder", type=FOLDER)
 def verify_cache(folder: Path) -> None:
     """Compare every shard with its hash, and check all rows."""
+    opened = _opened(folder)
+    opened.verify()
+    print_escaped(opened.manifest.summary(folder))
+
+
+def _opened(folder: Path) -> "SignalCache":
     quiet_libraries()
     from stillhouse.signals import SignalCache
 
-    opened = SignalCache(folder)
-    opened.verify()
-    print_escaped(opened.manifest.summary(folder))
+    return SignalCache(folder)

@@ -122,3 +122,8 @@ class DataConfig(Section):
     def weighted_sources(self) -> list[SourceConfig]:
         """The sources with weights; empty if data.train is a single source."""
         return [] if isinstance(self.train, str) else self.train
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """The sources of several evaluation sets, by name; empty if data.eval is not a mapping."""
+        return self.eval if isinstance(self.eval, dict) else {}

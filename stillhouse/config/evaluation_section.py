@@ -37,6 +37,11 @@ def is_of_callback(metric: str | None) -> bool:
     return metric is not None and metric not in KNOWN and set_of(metric) is None
 
 
+def compares_with_teacher(metric: str | None) -> bool:
+    """Whether a metric compares the student with a teacher."""
+    return (metric or "").endswith(("/forward_kl", "/agreement"))
+
+
 def _checked_tasks(tasks: list[str]) -> list[str]:
     names = [TaskSpec.parse(text).name for text in tasks]
     if len(set(names)) < len(names):

@@ -55,20 +55,14 @@ def explain(error: ValidationError, content: Mapping[str, Any], model: type[Sect
     return listed(kept, more=max(0, error.error_count() - MOST))
 
 
-def _mistakes(detail: ErrorDetails, content: Any, model: type[Section]) -> Iterator[ConfigError]:
+def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Section]) -> Iterator[ConfigError]:
     error = detail.get("ctx", {}).get("error")
     if isinstance(error, ConfigError):  # raised by a section's validator, with the key relative to the section
         yield type(error)(".".join(map(str, [*detail["loc"], error.key])), error.problem)
     elif error is not None:
         yield ConfigError(_field(detail["loc"], model)[0], str(error))
     elif detail["type"] in ("extra_forbidden", "invalid_key"):
-        unknown, value = "", content  # such as data.train[1].weight, without the names of union members
-        for part in detail["loc"]:
-            if isinstance(value, list) and isinstance(part, int):
-                unknown, value = f"{unknown}[{part}]", value[part]
-            elif isinstance(value, Mapping):
-                unknown, value = f"{unknown}.{part}", value.get(part)
-        unknown = unknown.removeprefix(".")
+        unknown = _dotted(detail["loc"], content)
         keys = [inner for inner in _leaves(unknown, detail["input"]) if inner != unknown]
         peer_keys = [inner for inner in keys if peer_hint(inner)]
         yield from (unknown_key(inner, model) for inner in peer_keys or [unknown])
@@ -82,6 +76,17 @@ def _mistakes(detail: ErrorDetails, content: Any, model: type[Section]) -> Itera
             yield from _missing(key, owner, name)
         else:
             yield _wrong_value(key, owner, name, content)
+
+
+def _dotted(location: Sequence[int | str], content: Any) -> str:
+    """Return the key of a pydantic location, such as data.train[1].weight, without the names of union members."""
+    key = ""
+    for part in location:
+        if isinstance(content, list) and isinstance(part, int):
+            key, content = f"{key}[{part}]", content[part]
+        elif isinstance(content, Mapping):
+            key, content = f"{key}.{part}", content.get(part)
+    return key.removeprefix(".")
 
 
 def _leaves(key: str, value: Any) -> list[str]:

@@ -32,6 +32,11 @@ class ByOriginConfig(Section):
     teacher: Text | None = None
     """The objective of the teacher's completions, with rollout.writer=teacher."""
 
+    @property
+    def losses(self) -> dict[str, str]:
+        """The objectives that are set, by origin."""
+        return {origin: loss for origin, loss in self.model_dump().items() if loss is not None}
+
 
 if TYPE_CHECKING:
     _PartKeys = Section
@@ -78,5 +83,4 @@ class ObjectiveConfig(_PartKeys):
         """The expressions of the objective, by their keys: `objective.loss`, or a key for each origin."""
         if self.by_origin is None:
             return {"objective.loss": self.loss}
-        by_origin = self.by_origin.model_dump().items()
-        return {f"objective.by_origin.{origin}": loss for origin, loss in by_origin if loss is not None}
+        return {f"objective.by_origin.{origin}": loss for origin, loss in self.by_origin.losses.items()}

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator
 
 from stillhouse.config.section import Text, checked_address, checked_function
-from stillhouse.config.servers import reward_kinds
+from stillhouse.config.servers import ServerKind, reward_kinds
 
 _WEIGHT = re.compile(r"(?P<weight>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?) ?\* ?(?P<rest>.*)", re.DOTALL)
 
@@ -38,28 +38,17 @@ class RewardSummand(NamedTuple):
         return "{0.scheme}://{0.netloc}".format(urlsplit(self.name))
 
     @property
+    def server_kind(self) -> ServerKind:
+        return reward_kinds()[urlsplit(self.name).scheme]
+
+    @property
     def is_function(self) -> bool:
         return not self.is_server and self.name != OBJECT_REWARD
 
 
 def reward_parts(reward: str | None) -> list[RewardSummand]:
     """The parts of a reward; empty if the reward is None. Raises ValueError for an invalid text."""
-    parts = []
-    for text in map(str.strip, [] if reward is None else reward.split(" + ")):
-        match = _WEIGHT.fullmatch(text)
-        part = RewardSummand(1.0, text) if match is None else RewardSummand(float(match["weight"]), match["rest"])
-        if part.is_server:
-            checked_address(part.name, "http://host:port/path", "reward_tokens", reward_kinds())
-        elif part.is_function:
-            first, minus, rest = text.partition(" - ")
-            if minus:
-                negative = f"-{rest}" if _WEIGHT.fullmatch(rest) else f"-1*{rest}"
-                raise ValueError(
-                    f"got {text!r}, expected a sum, in which a weight may be negative: {first} + {negative}"
-                )
-            checked_function(part.name, text)
-        parts.append(part)
-    return parts
+    return [] if reward is None else [_part(text.strip()) for text in reward.split(" + ")]
 
 
 def has_part_of_object(reward: str | None) -> bool:
@@ -79,6 +68,20 @@ def part_names(reward: str | None) -> list[str]:
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
     return names
+
+
+def _part(text: str) -> RewardSummand:
+    match = _WEIGHT.fullmatch(text)
+    part = RewardSummand(1.0, text) if match is None else RewardSummand(float(match["weight"]), match["rest"])
+    if part.is_server:
+        checked_address(part.name, "http://host:port/path", "reward_tokens", reward_kinds())
+    elif part.is_function:
+        first, minus, rest = text.partition(" - ")
+        if minus:
+            negative = f"-{rest}" if _WEIGHT.fullmatch(rest) else f"-1*{rest}"
+            raise ValueError(f"got {text!r}, expected a sum, in which a weight may be negative: {first} + {negative}")
+        checked_function(part.name, text)
+    return part
 
 
 def _checked_reward(reward: Any) -> Any:

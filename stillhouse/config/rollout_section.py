@@ -84,6 +84,11 @@ class PromptConfig(_EnvironmentKeys):
         """The role with which the chat template writes the environment's replies; None if it does not write them."""
         return None if self.environment is None or self.reply == "raw" else self.reply
 
+    @property
+    def is_on_student_alone(self) -> bool:
+        """Whether all completions are generated, and none is from the dataset."""
+        return self.share == 1
+
 
 def sampling_temperatures(rollouts: Sequence[PromptConfig]) -> list[float]:
     """The temperatures of several sources of prompts, each value once."""
@@ -167,3 +172,9 @@ class RolloutConfig(PromptConfig):
     @property
     def urls(self) -> list[str]:
         return text_list(self.url)
+
+    def for_source(self, source: SourceRolloutConfig | None) -> "RolloutConfig":
+        """Return this section with the values that a source of prompts sets in place of its own values."""
+        if source is None:
+            return self
+        return self.model_copy(update={name: getattr(source, name) for name in source.model_fields_set})

@@ -9,7 +9,7 @@ from itertools import combinations
 from pathlib import Path
 
 from stillhouse.config.data_section import is_source_name
-from stillhouse.config.evaluation_section import KNOWN, is_of_callback, set_of
+from stillhouse.config.evaluation_section import KNOWN, compares_with_teacher, is_of_callback, set_of
 from stillhouse.config.reward_sum import has_part_of_object, reward_parts
 from stillhouse.config.rule import NAMED, Rule, default, excludes, needs
 from stillhouse.config.schema import yaml_value
@@ -231,9 +231,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("checkpoint.best", "data.eval", "teacher", "teachers"),
-        lambda best, source, *teachers: (
-            (best or "").endswith(("/forward_kl", "/agreement")) and bool(source) and not any(teachers)
-        ),
+        lambda best, source, *teachers: compares_with_teacher(best) and bool(source) and not any(teachers),
         "eval/cross_entropy, a task or null",
         "there is no teacher",
     ),

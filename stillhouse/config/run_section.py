@@ -61,10 +61,7 @@ class RunConfig(Section):
         """The section rollout for the prompts of each source of data.train; empty if the run has no such section."""
         if self.rollout is None:
             return []
-        by_source = []
-        for own in (source.rollout for source in self.data.weighted_sources):
-            keys = {} if own is None else {name: getattr(own, name) for name in own.model_fields_set}
-            by_source.append(self.rollout.model_copy(update=keys))
+        by_source = [self.rollout.for_source(source.rollout) for source in self.data.weighted_sources]
         return by_source or [self.rollout]
 
     def rollout_key(self, source: int, name: str) -> str:

@@ -13,7 +13,7 @@ An `EngineKind` registers an engine (`engine_kind.py`; torch's is in `torch_engi
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -46,8 +46,8 @@ class StepOutput:
     outputs: the objective's outputs for this process's micro-batches, with detached losses. It is empty on processes
         without the last pipeline stage, and on all tensor ranks except the first, because tensor ranks have the same
         tokens.
-    named: names and values of this process's metrics and losses: those of the outputs, and those in the argument
-        `named`. A value is a 0-D tensor; values with the same name are added up.
+    named: names and values of this process's metrics and losses. A value is a 0-D tensor; values with the same name
+        are added up.
     total: a collective of all processes. Its argument is the metric sums of this process; it returns `sums`.
     """
 
@@ -57,8 +57,7 @@ class StepOutput:
         named: Sequence[tuple[str, Tensor]] = (),
         total: Callable[[dict[str, float]], dict[str, float]] = dict,
     ):
-        metrics = [pair for output in outputs for pair in [("loss", output.loss), *output.metrics.items()]]
-        self.outputs, self.named, self._total = outputs, [*metrics, *named], total
+        self.outputs, self.named, self._total = outputs, named, total
         self._values: list[float] | None = None
 
     @cached_property
@@ -81,6 +80,19 @@ class StepOutput:
         values: list[float] = torch.stack(tensors).tolist() if tensors else []
         self._values = values[len(numbers) :]
         return values[: len(numbers)]
+
+
+@dataclass(frozen=True)
+class SavedTensors:
+    """Facts about the tensors that `Engine.save` has written.
+
+    elements: the number of elements in the weights, optimizer states and averages of all processes. An element that
+        several processes have counts once.
+    without_moments: the names of the parameters without optimizer state, because they never had a gradient.
+    """
+
+    elements: int
+    without_moments: list[str]
 
 
 class Engine(ABC):
@@ -154,21 +166,19 @@ class Engine(ABC):
         size: int = self._state.bytes_to_write(all_moments=all_moments)
         return size
 
-    def save(self, folder: Path) -> tuple[int, list[str]]:
-        """Write the weights, the optimizer's state and the random states to a folder that all processes share. Return
-        the number of elements in the weights, optimizer states and averages of all processes, each element once, and
-        the names of the parameters without optimizer state, because they never had a gradient.
+    def save(self, folder: Path) -> SavedTensors:
+        """Write the weights, the optimizer's state and the random states to a folder that all processes share.
 
         Call `require_finite` first, because a run cannot continue from a state that is not finite.
         """
         state = self._state
         write_tensors(folder, state.tensors(), self.student.ranks)
-        return state.element_count(), state.parameters_without_moments()
+        return SavedTensors(state.element_count(), state.parameters_without_moments())
 
     def load(self, folder: Path, without_moments: Sequence[str]) -> None:
         """Restore a state that `save` wrote under any layout. Raises ValueError for the state of another model.
 
-        without_moments: the names that `save` returned for this state.
+        without_moments: the value in the `SavedTensors` of this state.
         """
         self._state.read(folder, without_moments)
 
@@ -213,7 +223,8 @@ class Engine(ABC):
             loss = StepLoss(objective, 1.0, self._chunk_tokens, parts, with_teacher)
             outputs += self.process(loss, micro_batches, signals, parts)
             del micro_batches, signals  # free a teacher's large hidden states before the next ones are computed
-        return add_up(self.student.ranks.gather(StepOutput(outputs).sums))
+        sums = StepOutput(outputs, _named_metrics(outputs)).sums
+        return add_up(self.student.ranks.gather(sums))
 
     def _held_out_objective(self, signals: Sequence[Signals], divergence: Divergence) -> ObjectiveSpec:
         # use all micro-batches, because a micro-batch has no signal of a teacher that scores none of its documents
@@ -278,7 +289,8 @@ class Engine(ABC):
         for output in outputs:
             output.loss.detach_()
         outputs = outputs if self.student.has_results else []
-        return StepOutput(outputs, losses if self.student.is_counted else [], partial(self._total, normalizer))
+        named = [*_named_metrics(outputs), *(losses if self.student.is_counted else [])]
+        return StepOutput(outputs, named, partial(self._total, normalizer))
 
     def _inputs(
         self,
@@ -319,6 +331,10 @@ def add_up(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         both = (total.get(name, 0.0), value)
         total[name] = max(both) if name == CHUNK_TOKENS else sum(both)
     return total
+
+
+def _named_metrics(outputs: Sequence[ObjectiveOutput]) -> list[tuple[str, Tensor]]:
+    return [pair for output in outputs for pair in [("loss", output.loss), *output.metrics.items()]]
 
 
 def _temperature(signal: Signal) -> float:

@@ -7,7 +7,7 @@ can use the learning rates of AdamW (arXiv:2502.16982, section 2.2).
 
 import importlib.util
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from stillhouse.config import TrainConfig
 from stillhouse.config.train_section import OFFLOADED, SHARDED
@@ -48,12 +48,9 @@ class AdamW(OptimizerKind):
     def make(cls, kinds: "Kinds", train: TrainConfig) -> "torch.optim.Optimizer":
         import torch
 
-        from stillhouse.engine.optimizer import parameter_groups
-
         # on a CPU, the fused kernel rounds differently
         fused = all(weight.is_cuda for weight in kinds) or None
-        groups = parameter_groups(kinds, train)
-        return torch.optim.AdamW(groups, train.learning_rate, train.betas, train.eps, fused=fused)
+        return torch.optim.AdamW(fused=fused, **adamw_options(kinds, train))
 
 
 class AdamW8bit(OptimizerKind):
@@ -73,10 +70,7 @@ class AdamW8bit(OptimizerKind):
     def make(cls, kinds: "Kinds", train: TrainConfig) -> "torch.optim.Optimizer":
         from torchao.optim import AdamW8bit
 
-        from stillhouse.engine.optimizer import parameter_groups
-
-        groups = parameter_groups(kinds, train)
-        optimizer: torch.optim.Optimizer = AdamW8bit(groups, train.learning_rate, train.betas, train.eps)
+        optimizer: torch.optim.Optimizer = AdamW8bit(**adamw_options(kinds, train))
         return optimizer
 
 
@@ -103,3 +97,11 @@ class Muon(OptimizerKind):
         if by_muon:
             parts.append(ShardedMuon(by_muon, train.learning_rate, train.weight_decay, train.momentum))
         return CombinedOptimizer(parts + [AdamW.make(by_adamw, train)] if by_adamw else parts)
+
+
+def adamw_options(kinds: "Kinds", train: TrainConfig) -> dict[str, Any]:
+    """Return the arguments that all variants of AdamW take."""
+    from stillhouse.engine.optimizer import parameter_groups
+
+    groups = parameter_groups(kinds, train)
+    return {"params": groups, "lr": train.learning_rate, "betas": train.betas, "eps": train.eps}

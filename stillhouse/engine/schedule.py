@@ -50,6 +50,13 @@ def make_step_schedule(
     return StepSchedule(math.ceil(total / per_step), total, per_step, rows)
 
 
+def micro_batch_capacity(train: TrainConfig, max_tokens: int, data_ranks: int = 1, stages: int = 1) -> int:
+    """Return the maximum number of tokens of a micro-batch that consists of one packed sequence. It is at least
+    `max_tokens`, and otherwise small enough that a data rank gets a micro-batch per step for each pipeline stage.
+    """
+    return max(max_tokens, min(train.micro_batch_tokens, train.tokens_per_step // (data_ranks * stages)))
+
+
 def make_on_policy_schedule(
     train: TrainConfig, rollout: RolloutConfig, sources: Sequence[PromptSource], max_tokens: int, seed: int
 ) -> tuple[StepSchedule, PromptPlan]:

@@ -43,8 +43,7 @@ def not_finite_error(
     findings = [f"{name} on {_sources(models, sequences, numbers)}" for name, numbers in documents_by_name.items()]
     if not findings:  # run each micro-batch again, and name the first parameter whose gradient is not finite
         for number, rows in enumerate(packed.rows):
-            models.engine.zero_grad()
-            models.step(models.shard(sequences.micro_batches([rows])))
+            _run_again(models, sequences.micro_batches([rows]))
             if bad := models.engine.gradients_not_finite():
                 samples = _sources(models, sequences, packed.documents_of(number))
                 findings.append(f"gradient of {bad[0]} (and {len(bad) - 1} more) on {samples}")
@@ -82,10 +81,15 @@ def _sources(models: Models, sequences: PackedSequences, documents: Iterable[int
             gaps=sequences.gaps,
             media_inputs=sequences.media_inputs,
         )
-        models.engine.zero_grad()
-        loss = models.step(models.shard(single_document.micro_batches([np.array([0])]))).sums["loss"]
+        loss = _run_again(models, single_document.micro_batches([np.array([0])]))
         if not math.isfinite(loss) or not math.isfinite(models.engine.gradient_norm()):
             numbers.append(document)
     named = (numbers or candidates)[:_NAMED]
     sources = ", ".join(sequences.documents.sources[document] for document in named)
     return f"{sources} and maybe others" if len(named) == _NAMED < len(candidates) else sources
+
+
+def _run_again(models: Models, packed: PackedMicroBatches) -> float:
+    """Run one micro-batch separately and return its loss. The student then has the gradient of this micro-batch."""
+    models.engine.zero_grad()
+    return models.step(models.shard(packed)).sums["loss"]

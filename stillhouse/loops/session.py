@@ -19,7 +19,7 @@ from stillhouse.config import (
     TrainConfig,
 )
 from stillhouse.data import Documents, PackedSequences, StepMicroBatches
-from stillhouse.data.media import MediaProcessor
+from stillhouse.data.media import MediaInputs, MediaProcessor
 from stillhouse.data.render.teacher_substitutions import TeacherMedia
 from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.schedule import StepSchedule
@@ -160,6 +160,11 @@ class Data:
     def processor_files(self) -> Sequence[Path]:
         """The files of the student's processor of media; empty if there is no processor."""
         return [] if self.processor is None else self.processor.files
+
+    def with_media_inputs(self, media_inputs: MediaInputs) -> "Data":
+        """A copy of the data whose micro-batches have these inputs of media."""
+        evaluation = None if self.evaluation is None else self.evaluation.with_media_inputs(media_inputs)
+        return replace(self, train=self.train.with_media_inputs(media_inputs), evaluation=evaluation)
 
     def sorted_by_length(self, max_tokens: int, held_out_tokens: int) -> "Data":
         """A copy of the data. Each sequence has documents of similar lengths, and at most `max_tokens` tokens, or

@@ -210,7 +210,7 @@ def no_targets_in_words(rollout: RolloutPlan | None) -> str:
 
 @contextmanager
 def training(
-    session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None, queue: RolloutQueue | None = None
+    session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None, queue: RolloutQueue | None = None
 ) -> Iterator[Training]:
     """Yield a run that is ready for its remaining steps. If there is a checkpoint, it has been loaded.
 

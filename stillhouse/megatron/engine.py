@@ -63,7 +63,7 @@ class MegatronEngine(Engine):
         inputs = self._step_inputs(micro_batches, signals, normalizer)
         # a pass ends with a sum over all ranks, which must not include the gradients of earlier passes a second time
         earlier = [gradient.clone() for gradient in self.student.gradients] if self.student.has_gradient else []
-        self.zero_grad()
+        self._zero_buffers()
         outputs, losses = self.student.forward_backward(inputs)
         for gradient, earlier_gradient in zip(self.student.gradients, earlier, strict=bool(earlier)):
             gradient.add_(earlier_gradient)
@@ -133,9 +133,7 @@ class MegatronEngine(Engine):
     # ---- gradients
 
     def zero_grad(self) -> None:
-        for model in self.student.student.wrapped:
-            model.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self._zero_buffers()
         self.student.has_gradient = False
 
     def gradient_norm(self) -> float:
@@ -165,6 +163,11 @@ class MegatronEngine(Engine):
     @property
     def _state(self) -> MegatronState:
         return MegatronState(self.student, trained_parameters(self.student.student, self.optimizer), self.average)
+
+    def _zero_buffers(self) -> None:
+        for model in self.student.student.wrapped:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
     def _device_norm(self) -> Tensor:
         self.optimizer.prepare_grads()

@@ -121,8 +121,10 @@ class CausalAttention(nn.Module):
                 mask_SK &= distance_SK <= self.window
             mask_SK = mask_SK.to(query_SBHC.device)
         query_BHSC, key_BHKC, value_BHKC = (heads.permute(1, 2, 0, 3) for heads in (query_SBHC, key_KBHC, value_KBHC))
-        groups = query_BHSC.shape[1] // key_BHKC.shape[1]  # keys may have fewer heads than queries
-        if self._is_plain:
+        if not self._is_plain:
+            assert mask_SK is not None
+            output_BHSC = self._eager(query_BHSC * self.scale, key_BHKC, value_BHKC, mask_SK)
+        else:
             output_BHSC = nn.functional.scaled_dot_product_attention(
                 query_BHSC,
                 key_BHKC,
@@ -130,13 +132,15 @@ class CausalAttention(nn.Module):
                 attn_mask=mask_SK,
                 is_causal=mask_SK is None,
                 scale=self.scale,
-                enable_gqa=groups != 1,
+                enable_gqa=query_BHSC.shape[1] != key_BHKC.shape[1],
             )
-            return output_BHSC.permute(2, 0, 1, 3).flatten(2)
-        # as transformers' eager attention, with scaled queries
-        assert mask_SK is not None
+        return output_BHSC.permute(2, 0, 1, 3).flatten(2)
+
+    def _eager(self, query_BHSC: Tensor, key_BHKC: Tensor, value_BHKC: Tensor, mask_SK: Tensor) -> Tensor:
+        """Return attention as transformers' eager attention computes it. Keys may have fewer heads than queries."""
+        groups = query_BHSC.shape[1] // key_BHKC.shape[1]
         key_BHKC, value_BHKC = (heads.repeat_interleave(groups, dim=1) for heads in (key_BHKC, value_BHKC))
-        scores_BHSK = (query_BHSC * self.scale) @ key_BHKC.transpose(2, 3)
+        scores_BHSK = query_BHSC @ key_BHKC.transpose(2, 3)
         if self.softcap is not None:
             scores_BHSK = self.softcap * torch.tanh(scores_BHSK / self.softcap)
         scores_BHSK = scores_BHSK.masked_fill(~mask_SK, -torch.inf)
@@ -144,8 +148,7 @@ class CausalAttention(nn.Module):
             offset_BHS1 = self.softmax_offset[:, None, None].expand(*scores_BHSK.shape[:3], 1)
             scores_BHSK = torch.cat([scores_BHSK, offset_BHS1], dim=-1)
         weights_BHSK = scores_BHSK.softmax(-1, dtype=torch.float32).to(query_BHSC.dtype)
-        output_BHSC = weights_BHSK[..., : key_BHKC.shape[2]] @ value_BHKC
-        return output_BHSC.permute(2, 0, 1, 3).flatten(2)
+        return weights_BHSK[..., : key_BHKC.shape[2]] @ value_BHKC
 
 
 class LatentAttention(MLASelfAttention):

@@ -58,23 +58,7 @@ class MegatronProcessor:
     ):
         while isinstance(inner := getattr(model, "module", None), nn.Module):
             model = inner
-        name = f"{type(model).__name__} of megatron-core {megatron.core.__shortversion__}"
-        functions = [model.forward, *([model._postprocess] if hasattr(model, "_postprocess") else [])]
-        if not all(_reads(function, "output_processor") for function in functions):
-            raise ValueError(
-                f"{name} does not call an output processor: expected a GPTModel of megatron-core 0.18 or later"
-            )
-        config = getattr(model, "config", None)
-        if getattr(config, "mtp_num_layers", None) and not isinstance(model, MultiTokenGPTModel):
-            raise ValueError(
-                f"{name} with mtp_num_layers: Megatron would minimise its own cross-entropy in addition to the "
-                "processor's loss; expected stillhouse.megatron.processor.MultiTokenGPTModel"
-            )
-        if getattr(config, "defer_embedding_wgrad_compute", False):
-            raise ValueError(
-                "defer_embedding_wgrad_compute=True keeps the inputs of the output layer, but an output processor "
-                "does not call this layer; expected False"
-            )
+        _require_hook(model)
         require_callable(processor)
         self.processor, self.vocab_size, self.softcap, self.flat = processor, vocab_size, softcap, flat
         self._shards: dict[tuple[Any, ...], VocabShard] = {}
@@ -200,6 +184,26 @@ class MultiTokenGPTModel(GPTModel):
             for depth, hidden_SBD in enumerate(hidden_states.chunk(1 + self.config.mtp_num_layers))
         ]
         return (torch.stack([packed for (packed,) in results]),) if output_processor.flat else tuple(results)
+
+
+def _require_hook(model: nn.Module) -> None:
+    name = f"{type(model).__name__} of megatron-core {megatron.core.__shortversion__}"
+    functions = [model.forward, *([model._postprocess] if hasattr(model, "_postprocess") else [])]
+    if not all(_reads(function, "output_processor") for function in functions):
+        raise ValueError(
+            f"{name} does not call an output processor: expected a GPTModel of megatron-core 0.18 or later"
+        )
+    config = getattr(model, "config", None)
+    if getattr(config, "mtp_num_layers", None) and not isinstance(model, MultiTokenGPTModel):
+        raise ValueError(
+            f"{name} with mtp_num_layers: Megatron would minimise its own cross-entropy in addition to the "
+            "processor's loss; expected stillhouse.megatron.processor.MultiTokenGPTModel"
+        )
+    if getattr(config, "defer_embedding_wgrad_compute", False):
+        raise ValueError(
+            "defer_embedding_wgrad_compute=True keeps the inputs of the output layer, but an output processor does "
+            "not call this layer; expected False"
+        )
 
 
 def _reads(function: Any, argument: str) -> bool:

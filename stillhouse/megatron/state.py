@@ -167,6 +167,12 @@ class BlockTensor(Tensor):
     offsets: tuple[int, ...]
     region: Tensor
 
+    @classmethod
+    def without_blocks(cls, shape: Sequence[int]) -> "BlockTensor":
+        tensor = torch.zeros(()).expand(tuple(shape)).as_subclass(cls)  # DCP would allocate "meta"
+        tensor.blocks = {}
+        return tensor
+
     def include(self, block: Block, part: Tensor) -> None:
         """Add a block. If a number in the index removed a dim, the part gets this dim again."""
         for dim, entry in enumerate(block.index):
@@ -174,9 +180,27 @@ class BlockTensor(Tensor):
                 part = part.unsqueeze(dim)
         self.blocks[tuple(entry if isinstance(entry, int) else entry.start for entry in block.index)] = part
 
-    def places(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the place of each block in the region, and the block. A single block is the region itself."""
-        for at, part in self.blocks.items() if len(self.blocks) > 1 else ():
+    def join(self) -> None:
+        """Copy the blocks to the region. Raises ValueError unless they fill a rectangle."""
+        self.offsets = tuple(map(min, zip(*self.blocks, strict=True)))
+        ends = zip(*(map(sum, zip(at, part.shape, strict=True)) for at, part in self.blocks.items()), strict=True)
+        shape = [max(dim_ends) - start for dim_ends, start in zip(ends, self.offsets, strict=True)]
+        if prod(shape) != sum(part.numel() for part in self.blocks.values()):
+            raise ValueError(f"the blocks of a tensor of shape {tuple(self.shape)} do not fill a rectangle")
+        first = next(iter(self.blocks.values()))
+        self.region = first if len(self.blocks) == 1 else first.new_empty(shape)
+        if len(self.blocks) > 1:
+            for place, part in self._places():
+                place.copy_(part)
+
+    def spread(self) -> None:
+        """Copy the region to the blocks."""
+        if len(self.blocks) > 1:
+            for place, part in self._places():
+                part.copy_(place)
+
+    def _places(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for at, part in self.blocks.items():
             starts = [start - first for start, first in zip(at, self.offsets, strict=True)]
             yield self.region[tuple(slice(a, a + n) for a, n in zip(starts, part.shape, strict=True))], part
 
@@ -249,8 +273,7 @@ class MegatronState:
         random = {name: value for name, value in self._random().items() if name in stored}
         read_in_place(folder, here | steps | random)
         for block_tensor in here.values():
-            for place, part in block_tensor.places():
-                part.copy_(place)
+            block_tensor.spread()
         step = _only_value(map(float, steps.values()))
         averages = self._averages()
         for entry in self.trained:
@@ -300,13 +323,11 @@ class MegatronState:
 
     def _empty(self) -> dict[str, BlockTensor]:
         """Return all tensors of a checkpoint, without blocks."""
-        names = {f"{WEIGHT}{name}": name for name in self.student.saved}
-        names |= {_key(kind, name): name for name in self.student.trained for kind in self._kinds}
-        tensors: dict[str, BlockTensor] = {}
-        for key, name in names.items():
-            shape = tuple(self.student.shapes[name])
-            tensors[key] = torch.zeros(()).expand(shape).as_subclass(BlockTensor)  # DCP would allocate "meta"
-            tensors[key].blocks = {}
+        shapes = self.student.shapes
+        tensors = {f"{WEIGHT}{name}": BlockTensor.without_blocks(shapes[name]) for name in self.student.saved}
+        for name in self.student.trained:
+            for kind in self._kinds:
+                tensors[_key(kind, name)] = BlockTensor.without_blocks(shapes[name])
         return tensors
 
     @property
@@ -347,21 +368,10 @@ class MegatronState:
 
 
 def _joined(tensors: Mapping[str, BlockTensor]) -> dict[str, BlockTensor]:
-    """Return the tensors of which this process has blocks, with their regions filled. Raises ValueError if the blocks
-    of a tensor do not fill a rectangle.
-    """
+    """Return the tensors of which this process has blocks, with their regions filled."""
     held = {name: tensor for name, tensor in tensors.items() if tensor.blocks}
     for tensor in held.values():
-        blocks = tensor.blocks
-        tensor.offsets = tuple(map(min, zip(*blocks, strict=True)))
-        ends = zip(*(map(sum, zip(at, part.shape, strict=True)) for at, part in blocks.items()), strict=True)
-        shape = [max(dim_ends) - start for dim_ends, start in zip(ends, tensor.offsets, strict=True)]
-        if prod(shape) != sum(part.numel() for part in blocks.values()):
-            raise ValueError(f"the blocks of a tensor of shape {tuple(tensor.shape)} do not fill a rectangle")
-        first = next(iter(blocks.values()))
-        tensor.region = first if len(blocks) == 1 else first.new_empty(shape)
-        for place, part in tensor.places():
-            place.copy_(part)
+        tensor.join()
     return held
 
 

@@ -53,12 +53,14 @@ class Lora:
     parameters: int  # the number of parameters of the full model, adapter included
 
     def __str__(self) -> str:
-        units, counts = ((10**9, " B"), (10**6, " M"), (10**3, " k")), []
-        for count in (self.trained, self.parameters):
-            size, unit = next((entry for entry in units if count >= entry[0]), (1, ""))
-            counts.append(f"{count / size:.3g}{unit}")
-        trained = " of ".join(counts)
-        return f"LoRA r {self.r}, alpha {self.alpha:g} on {self.layers} modules, {trained} parameters train"
+        def short(count: int) -> str:
+            for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+                if count >= size:
+                    return f"{count / size:.3g}{unit}"
+            return str(count)
+
+        counts = f"{short(self.trained)} of {short(self.parameters)} parameters train"
+        return f"LoRA r {self.r}, alpha {self.alpha:g} on {self.layers} modules, {counts}"
 
 
 def add_lora(
@@ -84,7 +86,6 @@ def add_lora(
     Raises ValueError for targets that cannot have an adapter.
     """
     from peft import LoraConfig
-    from peft.tuners.lora import LoraLayer
 
     model = decoder.pretrained
     names = target_names(decoder, targets)
@@ -104,7 +105,7 @@ def add_lora(
         model.add_adapter(config)
     config.base_model_name_or_path = base or model.name_or_path
     config.target_modules = sorted(config.target_modules)  # the order of peft's set differs between processes
-    layers: dict[str, Any] = {name: part for name, part in model.named_modules() if isinstance(part, LoraLayer)}
+    layers = _lora_layers(model)
     if different := sorted(layers.keys() ^ set(names)):  # peft treats some names as names of experts
         raise ValueError(
             f"peft puts the LoRA on other layers of model type '{model.config.model_type}' than the requested layers "
@@ -165,9 +166,7 @@ def lora_parts(layer: nn.Module) -> dict[str, nn.Module]:
 @contextmanager
 def without_lora(decoder: Decoder) -> Iterator[None]:
     """Within the block, switch the adapter off. Only for forward passes without gradients."""
-    from peft.tuners.lora import LoraLayer
-
-    layers = [module for module in decoder.modules() if isinstance(module, LoraLayer)]
+    layers = _lora_layers(decoder).values()
     for layer in layers:
         layer.enable_adapters(False)
         # peft has also frozen the matrices, but they must require grad: FSDP records in its first forward which
@@ -253,6 +252,12 @@ def _is_linear(module: nn.Module) -> bool:
     except ValueError:
         return False
     return isinstance(output, torch.Tensor) and output.shape == (1, module.out_features)
+
+
+def _lora_layers(model: nn.Module) -> dict[str, Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 class _AdapterConfig(BaseModel):

@@ -353,10 +353,8 @@ class Decoder(nn.Module):
         """Write the configuration and the weights (safetensors) in transformers' format. Tied weights are written
         once. The numbers of MTP layers follow those of the model's own layers, as in released checkpoints.
         """
-        model, mtp, tensors = self.pretrained, self.mtp, None
-        if mtp is not None:
-            mtp_tensors = {mtp.checkpoint_name(model, name): tensor for name, tensor in mtp.state_dict().items()}
-            tensors = model.state_dict() | mtp_tensors
+        model = self.pretrained
+        tensors = None if self.mtp is None else model.state_dict() | self.mtp.checkpoint_tensors(model)
         model.save_pretrained(folder, state_dict=tensors)
 
 

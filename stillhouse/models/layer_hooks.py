@@ -6,7 +6,6 @@ that no pipeline stage has to send a loss to the next stage. This also works if 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -68,14 +67,13 @@ def checkpoint_contexts(
     return nullcontext(), _Using([(loss, loss.current._replace(recomputing=True)) for loss in losses.values()])
 
 
-@dataclass
 class _Using(AbstractContextManager[None]):
     """A context that sets `current` of some losses. It can be entered several times, because torch recomputes a layer
     for each backward pass through the layer, and zero-bubble schedules run two of these passes.
     """
 
-    values: Sequence[tuple[LayerLossModule, Current]]
-    before: Sequence[Current] = ()
+    def __init__(self, values: Sequence[tuple[LayerLossModule, Current]]):
+        self.values, self.before = values, [loss.current for loss, _ in values]
 
     def __enter__(self) -> None:
         self.before = [loss.current for loss, _ in self.values]

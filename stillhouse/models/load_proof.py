@@ -179,19 +179,22 @@ def prove_decoder(decoder: Any) -> None:
     """
     model, subject = decoder.pretrained, _WholeDecoder(decoder)
     _require_placed(model)
-    is_exact = False
-    while not is_exact:
-        dtype = autocast_dtype(model)  # another way of packing may have another attention
+
+    def is_exact(training: bool) -> bool:
+        dtype = autocast_dtype(model)  # read it again, because the attention may have changed
         try:
-            for training in (False, True):
-                with in_mode(decoder, model, training=training), autocast(model.device, dtype):
-                    with packing_errors(model, decoder.packing):
-                        exchanged = subject.exchanged()
-                    rows = [] if training else subject.whole_rows()
-                prove_hidden(decoder, subject.probe, exchanged, rows, dtype, training=training)
-            is_exact = True
+            with in_mode(decoder, model, training=training), autocast(model.device, dtype):
+                with packing_errors(model, decoder.packing):
+                    exchanged = subject.exchanged()
+                rows = [] if training else subject.whole_rows()
+            prove_hidden(decoder, subject.probe, exchanged, rows, dtype, training=training)
         except PackingError as error:
-            decoder.packing.refuse(error)  # then try the next way
+            decoder.packing.refuse(error)
+            return False
+        return True
+
+    while not all(map(is_exact, (False, True))):
+        pass  # try the next way of packing
     with evaluating(decoder, model), autocast(model.device, autocast_dtype(model)):
         document_ids_S = subject.probe.ids_BS[0, : subject.probe.starts_B[0]]
         prove_logits(decoder, {"input_ids": document_ids_S[None].to(model.device)})

@@ -105,6 +105,10 @@ class MtpLayers(nn.Module):
                     )
                 set_from_global(targets[key], value)
 
+    def checkpoint_tensors(self, main: PreTrainedModel) -> dict[str, Tensor]:
+        """Return the tensors of the layers by their names in a checkpoint."""
+        return {self.checkpoint_name(main, name): tensor for name, tensor in self.state_dict().items()}
+
     def checkpoint_name(self, main: PreTrainedModel, name: str) -> str:
         """Return a tensor's name in a checkpoint. name: its name in this module, such as layers.0.eh_proj.weight."""
         _, number, rest = name.split(".", 2)

@@ -25,7 +25,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -101,29 +101,11 @@ def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summa
         raise ValueError(
             f"cannot read {text!r}: expected a sum such as '0.3*cross_entropy + 0.7*jsd(0.5)'"
         ) from error
-    summands: list[Summand] = []
     nodes = _summands(tree.body, 1.0)
-    for node, coefficient in nodes:
-        place, call = _place(node, text) if len(nodes) > 1 else "", node
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            is_number_first = isinstance(node.left, ast.Constant | ast.UnaryOp)
-            number, call = (node.left, node.right) if is_number_first else (node.right, node.left)
-            factor = _argument(number, text)
-            if isinstance(factor, bool):
-                raise ValueError(f"coefficient {factor} in {text!r}: expected a number")
-            coefficient *= factor
-        if isinstance(call, ast.Name):
-            summands.append(Summand(coefficient, call.id, place=place))
-        elif isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
-            words = take_words.get(call.func.id, ())
-            pairs = [(str(keyword.arg), keyword.value) for keyword in call.keywords]
-            keywords = tuple((name, _argument(value, text, is_word=name in words)) for name, value in pairs)
-            arguments = tuple(_argument(value, text, is_word="*" in words) for value in call.args)
-            summands.append(Summand(coefficient, call.func.id, arguments, keywords, place))
-        else:
-            expected = "expected number*name or number*name(arguments)"
-            raise ValueError(f"cannot read {ast.unparse(call)!r} in {text!r}: {expected}")
-    return summands
+    return [
+        replace(_summand(node, sign, text, take_words), place=_place(node, text) if len(nodes) > 1 else "")
+        for node, sign in nodes
+    ]
 
 
 def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[dict[str, Any], list[Summand]]:
@@ -215,12 +197,34 @@ def _summands(node: ast.expr, sign: float) -> list[tuple[ast.expr, float]]:
     return [(node, sign)]
 
 
-def _argument(node: ast.expr, text: str, *, is_word: bool = False) -> Any:
-    """Return an argument or a coefficient: a number, or a word if `is_word`."""
-    if is_word:
-        if isinstance(node, ast.Name):
-            return node.id
-        raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected a word, without quotation marks")
+def _summand(node: ast.expr, sign: float, text: str, take_words: Words) -> Summand:
+    coefficient = 1.0
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        is_number_first = isinstance(node.left, ast.Constant | ast.UnaryOp)
+        number, node = (node.left, node.right) if is_number_first else (node.right, node.left)
+        coefficient = _literal(number, text)
+        if isinstance(coefficient, bool):
+            raise ValueError(f"coefficient {coefficient} in {text!r}: expected a number")
+    if isinstance(node, ast.Name):
+        return Summand(sign * coefficient, node.id)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        words = take_words.get(node.func.id, ())
+        pairs = [(str(keyword.arg), keyword.value) for keyword in node.keywords]
+        keywords = tuple(
+            (name, _word(value, text) if name in words else _literal(value, text)) for name, value in pairs
+        )
+        arguments = tuple(_word(value, text) if "*" in words else _literal(value, text) for value in node.args)
+        return Summand(sign * coefficient, node.func.id, arguments, keywords)
+    raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected number*name or number*name(arguments)")
+
+
+def _word(node: ast.expr, text: str) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected a word, without quotation marks")
+
+
+def _literal(node: ast.expr, text: str) -> float | bool:
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError):

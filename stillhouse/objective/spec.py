@@ -168,20 +168,7 @@ class ObjectiveSpec:
 
         Raises ValueError if a signal is missing, or belongs to a teacher that the objective does not name.
         """
-        if self.needs_teacher:
-            if not signals:
-                raise ValueError(f"signal is missing: expected a teacher's signal for {len(labels_T)} tokens")
-            if not self.teachers and len(signals) > 1:
-                expected = "expected one signal, or the share of each teacher in `teachers`"
-                raise ValueError(f"signals of {', '.join(signals)}: {expected}")
-            unknown = signals.keys() - self.teachers.keys() if self.teachers else set()
-            # only a mixture needs all signals: without one, a teacher to which no rows are routed sends no signal
-            missing = self.teachers.keys() - signals.keys() if self.is_mixture else set()
-            if unknown or missing:
-                raise ValueError(
-                    f"signals of {', '.join(signals)}: expected those of {', '.join(self.teachers)}"
-                    + ", all of which a mixture needs" * self.is_mixture
-                )
+        self._require_signals(signals, len(labels_T))
         heads = [head for signal in signals.values() for head in signal.heads()]
         tokens = SampledTokens(labels_T, per_token or {}, document_T, valid_index, student, heads, hidden_TD)
         terms = self._terms(tokens, signals)
@@ -235,6 +222,24 @@ class ObjectiveSpec:
         if self.policy_gradient is not None:
             terms.append(self._policy_gradient_term(self.policy_gradient, tokens, signals))
         return terms
+
+    def _require_signals(self, signals: Signals, tokens: int) -> None:
+        if not self.needs_teacher:
+            return
+        if not signals:
+            raise ValueError(f"signal is missing: expected a teacher's signal for {tokens} tokens")
+        if not self.teachers and len(signals) > 1:
+            raise ValueError(
+                f"signals of {', '.join(signals)}: expected one signal, or the share of each teacher in `teachers`"
+            )
+        unknown = signals.keys() - self.teachers.keys() if self.teachers else set()
+        # only a mixture needs all signals: without one, a teacher to which no rows are routed sends no signal
+        missing = self.teachers.keys() - signals.keys() if self.is_mixture else set()
+        if unknown or missing:
+            raise ValueError(
+                f"signals of {', '.join(signals)}: expected those of {', '.join(self.teachers)}"
+                + ", all of which a mixture needs" * self.is_mixture
+            )
 
     def _shares(self, signals: Signals, temperature: float) -> list[tuple[str | None, Signal, float, float]]:
         """Return the label, signal, weight and temperature of each distribution that the student is compared with."""

@@ -12,6 +12,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal
 
+#: the prefix of the keys for the parts of a reward; the name of a part follows
+REWARD_PART = "rollout/reward/"
 #: the prefix of the keys for a task's share of right answers; the name of a task follows
 TASK = "eval/exact_match/"
 #: separates a task's name from a length in the key of the metric for problems of this length

@@ -10,7 +10,6 @@ import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -75,36 +74,32 @@ class TrackerState(BaseModel):
         return state
 
 
-@dataclass
 class Trackers:
-    """The trackers of a run.
+    """The trackers of a run. warn: a function that prints a warning."""
 
-    warn: prints a warning. logged: for each metric, the last step logged by this process.
-    """
-
-    folder: RunFolder
-    trackers: dict[str, Tracker]
-    state: TrackerState
-    warn: Callable[[str], None]
-    logged: dict[str, int] = field(default_factory=dict, init=False)
+    def __init__(
+        self, folder: RunFolder, trackers: dict[str, Tracker], state: TrackerState, warn: Callable[[str], None]
+    ):
+        self._folder, self._trackers, self._state, self._warn = folder, trackers, state, warn
+        self._logged: dict[str, int] = {}  # for each metric, the last step logged by this process
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the values to each tracker (see `Tracker.in_folder`)."""
-        for name, tracker in list(self.trackers.items()):
-            sent, new = self.state.sent.get(name, {}), metrics
+        for name, tracker in list(self._trackers.items()):
+            sent, new = self._state.sent.get(name, {}), metrics
             if not tracker.in_folder:
                 new = {k: v for k, v in metrics.items() if math.isfinite(v) and step > sent.get(k, -1)}
             if new or tracker.in_folder:
                 self._use(name, f"at step {step}", partial(tracker.log, step, new))
-        self.logged |= dict.fromkeys(metrics, step)
+        self._logged |= dict.fromkeys(metrics, step)
 
     def close(self, *, complete: bool) -> None:
         """End the trackers' runs. complete: whether the run ended without an error or a signal."""
-        for name, tracker in list(self.trackers.items()):
+        for name, tracker in list(self._trackers.items()):
             self._use(name, "at the end", partial(tracker.close, complete=complete))
 
     def _use(self, name: str, when: str, call: Callable[[], None]) -> None:
-        tracker = self.trackers[name]
+        tracker = self._trackers[name]
         if tracker.in_folder:
             return call()
         try:
@@ -112,11 +107,11 @@ class Trackers:
                 call()
         except ValueError as error:
             cause = error.__cause__
-            del self.trackers[name]
-            self.state.active.remove(name)
-            self.state.sent[name] = _later(self.state.sent.get(name, {}), self.logged)
-            self.folder.write_text(FILE, self.state.model_dump_json(indent=1))
-            self.warn(
+            del self._trackers[name]
+            self._state.active.remove(name)
+            self._state.sent[name] = _later(self._state.sent.get(name, {}), self._logged)
+            self._folder.write_text(FILE, self._state.model_dump_json(indent=1))
+            self._warn(
                 f"warning: track: {name} failed {when} ({type(cause).__name__}: {cause}) and gets no more metrics; "
                 "metrics.jsonl has all metrics"
             )

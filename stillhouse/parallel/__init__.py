@@ -31,7 +31,13 @@ from stillhouse.parallel.runner import (
     shard_micro_batches,
 )
 from stillhouse.parallel.sharded_loading import ModelSource, empty_decoder, load_weights, local_folder
-from stillhouse.parallel.teacher_student_pair import IN_STAGE, DecoderHead, StageInputs, TeacherHead, TeacherHidden
+from stillhouse.parallel.teacher_student_pair import (
+    IN_STAGE,
+    DecoderHead,
+    StageInputs,
+    TeacherHead,
+    TeacherHidden,
+)
 
 __all__ = [
     "IN_STAGE",

@@ -1,10 +1,13 @@
-"""Sums and measures a gradient that is distributed over processes."""
+"""Sums, measures and scales a gradient that is distributed over processes."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from stillhouse.models.dtensors import local
@@ -21,6 +24,20 @@ def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> list[nn.Paramete
         if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
     return held
+
+
+def add_up_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, device: torch.device) -> None:
+    """Replace the gradients of parameters by their sums over a group whose ranks have the same parameters.
+
+    This is one all-reduce in float32 on `device`. The gradients themselves can be in host memory.
+    """
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return
+    total = torch.cat([gradient.flatten().to(device, torch.float32) for gradient in gradients])
+    dist.all_reduce(total, group=group)
+    parts = total.split([gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
 
 
 def gradient_norm(held: Iterable[nn.Parameter], processes: int, ranks: Ranks) -> Tensor:
@@ -52,3 +69,12 @@ def copies(parameter: nn.Parameter, processes: int) -> int:
         return processes
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
     return processes // math.prod(size for placement, size in sizes if not placement.is_replicate())
+
+
+def scale_gradients(held: Iterable[nn.Parameter], factor: Tensor) -> None:
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for parameter in held:
+        if parameter.grad is not None:
+            by_dtype[parameter.grad.dtype].append(local(parameter.grad))
+    for dtype, gradients in by_dtype.items():
+        torch._foreach_mul_(gradients, factor.to(dtype))

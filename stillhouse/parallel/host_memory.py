@@ -5,7 +5,7 @@ V rows of the vocabulary on this process, E width of a teacher.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -36,19 +36,26 @@ def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-@contextmanager
-def weights_on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within the block, the parameters of an unsharded model are on the device, and otherwise in host memory
-    (`pin_weights`). The memory on the host is never freed, so nothing is copied back from the device.
+class WaitingWeights:
+    """Keeps the parameters of an unsharded model in host memory, and the model's buffers on the device. The memory on
+    the host is never freed, so nothing is copied back from the device.
     """
-    held = [(parameter, parameter.data) for parameter in model.parameters()]  # a tied weight is listed once
-    try:
-        for parameter, host in held:
-            parameter.data = torch.empty_like(host, device=device).copy_(host, non_blocking=True)
-        yield
-    finally:
-        for parameter, host in held:
-            parameter.data = host
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self._device, self._parameters = device, list(model.parameters())  # a tied weight is listed once
+        pin_weights(model, device)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Move the weights to the device until the context ends."""
+        held = [(parameter, parameter.data) for parameter in self._parameters]
+        try:
+            for parameter, host in held:
+                parameter.data = torch.empty_like(host, device=self._device).copy_(host, non_blocking=True)
+            yield
+        finally:
+            for parameter, host in held:
+                parameter.data = host
 
 
 @dataclass(frozen=True)
@@ -70,15 +77,15 @@ class BufferedHead:
             yield replace(head, weight_VD=weight_VD, bias=bias)
 
 
-@dataclass(frozen=True, eq=False)
 class HeadBuffers:
     """Buffers on a device for weights [V, E] in host memory. Weights of equal shape and dtype share a buffer if they
     are not used at the same time.
     """
 
-    device: torch.device
-    #: the buffers that are not in use, each with the name of the weight in it, or None if it has no weight
-    _free: list[tuple[str | None, Tensor]] = field(default_factory=list, init=False)
+    def __init__(self, device: torch.device):
+        self._device = device
+        #: the buffers that are not in use, each with the name of the weight in it, or None if it has no weight
+        self._free: list[tuple[str | None, Tensor]] = []
 
     @contextmanager
     def holding(self, name: str, weight_VE: Tensor) -> Iterator[Tensor]:
@@ -89,7 +96,7 @@ class HeadBuffers:
             at = next((at for at in fitting if self._free[at][0] == name), fitting[0])
             held, buffer = self._free.pop(at)
         else:
-            buffer = torch.empty_like(weight_VE, device=self.device, requires_grad=False)
+            buffer = torch.empty_like(weight_VE, device=self._device, requires_grad=False)
         try:
             if held != name:
                 held = None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
@@ -87,10 +88,6 @@ class Pipeline:
         with self._running(inputs) as in_stage:
             for number, stage in sorted(self.stages.items()):
                 source, target = (self.scheme.rank_of(other, self.ranks) for other in (number - 1, number + 1))
-                # NCCL runs a group's messages in the order in which each rank issues them. With one group for both
-                # directions, two ranks that issue their messages in different orders would deadlock
-                from_source = self.group if source < self.rank else self.reverse_group
-                to_target = self.group if self.rank < target else self.reverse_group
                 for index, batch in enumerate(inputs):
                     received: tuple[Tensor, ...] = ()
                     if number and source == self.rank:
@@ -99,14 +96,15 @@ class Pipeline:
                         shape_BS = batch.micro_batch.shape_BS
                         received = self._hidden(shape_BS, self.device, with_teacher=in_stage)
                         for buffer in received:
-                            dist.recv(buffer, group=from_source, group_src=source)
+                            dist.recv(buffer, group=self._message_group(source, self.rank), group_src=source)
                     passed = stage(*received, number=torch.full((1,), index, device=self._device_of_numbers))
                     if target == self.rank and number + 1 < self.count:
                         outputs[number, index] = passed
                     elif number + 1 < self.count:
                         sends = [message for message in sends if not message[0].is_completed()]
                         for hidden in passed:
-                            sends.append((dist.isend(hidden, group=to_target, group_dst=target), hidden))
+                            group = self._message_group(self.rank, target)
+                            sends.append((dist.isend(hidden, group=group, group_dst=target), hidden))
             results = [result for stage in self.stages.values() if stage.is_last for result in stage.results]
         for message, _ in sends:
             message.wait()
@@ -162,6 +160,11 @@ class Pipeline:
         student = self.stages[self.count - 1].pair.student
         embedding = input_embedding(student.pretrained)
         return student.output_weight if embedding is None else embedding.weight  # a tied head, or MTP's embedding
+
+    def _message_group(self, source: int, target: int) -> ProcessGroup:
+        # NCCL runs a group's messages in the order in which each rank issues them. With one group for both
+        # directions, two ranks that issue their messages in different orders would deadlock
+        return self.group if source < target else self.reverse_group
 
     def _schedule_for(self, inputs: Sequence[StageInputs], *, with_teacher: bool) -> Any:
         """Return torch's schedule for the inputs' shape. Another shape needs another schedule."""

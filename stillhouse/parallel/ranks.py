@@ -26,14 +26,18 @@ _SECONDS_BETWEEN_LOOKS = 0.02
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, eq=False)
 class Ranks:
     """The processes of a group, or a single process without a group. The methods that exchange values are collectives
     of the group. Values other than tensors, numbers and bytes are sent as JSON.
     """
 
-    group: ProcessGroup | None
-    device: torch.device
+    def __init__(self, group: ProcessGroup | None, device: torch.device):
+        self.group, self.device = group, device
+
+    @classmethod
+    def all_of_job(cls, device: torch.device) -> "Ranks":
+        """Return all processes of the job, which must be connected already."""
+        return cls(dist.group.WORLD if dist.is_initialized() else None, device)
 
     @property
     def size(self) -> int:

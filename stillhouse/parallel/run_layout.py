@@ -56,9 +56,7 @@ class Layout:
 
     schedule: the pipeline's schedule, a key of `SCHEMES`.
     gather_dtype (student only), offload: see `apply_fsdp`.
-    residual_dtype (student only): the dtype to which the output of the embedding is rounded under autocast, which
-        itself leaves it in float32. In most families, the hidden states then have this dtype in all layers, so norms
-        and additions read and write half as many bytes.
+    residual_dtype (student only): see `apply_residual_dtype`.
     compile: whether the layers are compiled.
     autocast: the dtype of the student's matrix products, or None for the dtype of its weights.
 

@@ -8,7 +8,6 @@ norm = runner.clip(1.0)
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,15 +15,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.dry_run import replaceable
 from stillhouse.models import Decoder, initialize_lora
-from stillhouse.models.dtensors import gathered_tensor, local
-from stillhouse.parallel.gradients import gradient_norm, reduce_partial_grads
+from stillhouse.models.dtensors import gathered_tensor
+from stillhouse.parallel.gradients import add_up_gradients, gradient_norm, reduce_partial_grads, scale_gradients
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import Pipeline
 from stillhouse.parallel.ranks import Ranks
@@ -242,31 +240,21 @@ class Runner(DistributedStudent):
         counted = [parameter for parameter in held if parameter is not copy]
         norm = gradient_norm(counted, degrees.processes // degrees.pipeline, self.ranks)
         if limit:
-            factor, by_dtype = (limit / (norm + 1e-6)).clamp(max=1.0), defaultdict[torch.dtype, list[Tensor]](list)
-            for parameter in held:
-                if parameter.grad is not None:
-                    by_dtype[parameter.grad.dtype].append(local(parameter.grad))
-            for dtype, gradients in by_dtype.items():
-                torch._foreach_mul_(gradients, factor.to(dtype))
+            scale_gradients(held, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     @contextmanager
     def gradients_summed(self) -> Iterator[None]:
         """Sum over the tensor ranks the gradients that the block adds to `summed_over_tensor_ranks`."""
-        summed = self.summed_over_tensor_ranks
-        before = [parameter.grad for parameter in summed]
-        for parameter in summed:
+        before = [parameter.grad for parameter in self.summed_over_tensor_ranks]
+        for parameter in self.summed_over_tensor_ranks:
             parameter.grad = None
         yield
-        if added := [local(parameter.grad) for parameter in summed if parameter.grad is not None]:
-            # one all-reduce on the device; the gradients themselves can be in host memory
-            total = torch.cat([gradient.flatten().to(self.device, torch.float32) for gradient in added])
-            dist.all_reduce(total, group=self.mesh.weights.get_group("tensor"))
-            parts = total.split([gradient.numel() for gradient in added])
-            torch._foreach_copy_(added, [part.view_as(gradient) for part, gradient in zip(parts, added, strict=True)])
-        for parameter, earlier in zip(summed, before, strict=True):
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+        if self.summed_over_tensor_ranks:
+            add_up_gradients(self.summed_over_tensor_ranks, self.mesh.weights.get_group("tensor"), self.device)
+        for parameter, gradient in zip(self.summed_over_tensor_ranks, before, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
 
 def reshard(module: nn.Module) -> None:

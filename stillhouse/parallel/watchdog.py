@@ -125,16 +125,15 @@ class Watchdog:
     def _exchange(self) -> None:
         """Publish and read heartbeats until `stop`, or until the store is lost (`_watch` detects this)."""
         beat, present = 0, set[int]()
-        keys = [f"heartbeat of rank {rank}" for rank in range(self.ranks)]
         while True:
             state = self.state
             try:
                 heartbeat = [beat, state.number, state.begun, state.phase, state.process]
-                self.store.set(keys[self.rank], json.dumps(heartbeat))
+                self.store.set(_key(self.rank), json.dumps(heartbeat))
                 # reading a key blocks until the key exists
-                present |= {rank for rank in self._peers if rank not in present and self.store.check([keys[rank]])}
+                present |= {rank for rank in self._peers if rank not in present and self.store.check([_key(rank)])}
                 ranks = sorted(present)
-                texts = self.store.multi_get([keys[rank] for rank in ranks]) if ranks else []
+                texts = self.store.multi_get([_key(rank) for rank in ranks]) if ranks else []
             except RuntimeError:  # torch's DistNetworkError, DistStoreError
                 return
             self._store_answered = time.monotonic()
@@ -196,3 +195,7 @@ class Watchdog:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self._peers[rank].process})"
+
+
+def _key(rank: int) -> str:
+    return f"heartbeat of rank {rank}"

@@ -23,15 +23,8 @@ from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.document_packing import KERNELS, KernelError, PackingError, packing_errors
 from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode
 from stillhouse.models.lm_head import input_embedding
-from stillhouse.models.load_proof import (
-    ProbeDocuments,
-    Subject,
-    compare,
-    prove_hidden,
-    prove_logits,
-    require_no_noise,
-)
-from stillhouse.models.model_checks import prefixed, typename
+from stillhouse.models.load_proof import ProbeDocuments, Subject, prove_hidden, prove_logits, require_no_noise
+from stillhouse.models.model_checks import prefixed
 from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
 from stillhouse.parallel.apply.compiled_layers import layers_not_compiled
@@ -52,6 +45,11 @@ class _Side(NamedTuple):
     decoders: Sequence[Decoder]
     name: str
     signals: Signals
+
+    def refuse(self, error: PackingError) -> None:
+        """Let the decoders pack documents in the next way, because the error refuses the present way."""
+        for decoder in self.decoders:
+            decoder.packing.refuse(error)
 
 
 def build_proven_runner(
@@ -109,7 +107,7 @@ def prove_runner(
     if runner.layout.compile:
         student_forward = ProbeForward(runner, {})
         forward = ProbeForward(runner, {TEACHER: IN_STAGE} if teacher_in_stages else {})
-        inputs = student_forward.inputs(student_forward.micro_batch(), partial(layers.cross_entropies, 0))
+        inputs = student_forward.inputs(student_forward.micro_batch(), layers.cross_entropies(0))
         with _raised(runner, student.name):
             layers.prove_compiled(runner, forward, inputs, probe_precision(runner))
         _reshard(runner)
@@ -164,8 +162,7 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
                 if exchanged[part]:
                     prove_hidden(side.decoders[-1], *results, precision, training=training)
         except PackingError as error:
-            for decoder in side.decoders:
-                decoder.packing.refuse(error)  # from now on, it packs documents in its next way
+            side.refuse(error)
             is_exact = False
     return is_exact
 
@@ -212,8 +209,7 @@ def _run_passes(
             with raised():
                 passes = forward, forward.exchanged()
         except PackingError as error:
-            for part in side.decoders:
-                part.packing.refuse(error)
+            side.refuse(error)
             return None
     return passes
 
@@ -234,14 +230,8 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
         forward.exchanged()
     with runner.ranks.all_raise(ProofError):
         for name, decoder, by_layer in compared:
-            for layer, error in by_layer.items():
-                wrong = (
-                    f"{typename(decoder.pretrained)} under tensor parallelism: the results of '{layer}' differ from "
-                    "those of the full layer, because a function between two matrices reads all columns, and a rank "
-                    "has only some: expected parallel.tensor=1"
-                )
-                with prefixed(name, ProofError):
-                    compare(error, 1.0, wrong)
+            with prefixed(name, ProofError):
+                layers.require_equal_layers(decoder, by_layer)
 
 
 class ProbeForward(Subject):

@@ -4,14 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_error
 from stillhouse.config.reward_sum import has_part_of_object, reward_parts
 from stillhouse.config.section import function_hint
-from stillhouse.config.servers import reward_kinds, server_token
+from stillhouse.config.servers import server_token
 from stillhouse.data.media import MediaProcessor
 from stillhouse.display import name_list
 from stillhouse.parallel import log_rank0
@@ -167,8 +166,7 @@ class CompletionCalls:
             variable = (rollout.reward_tokens or {}).get(part.server)
             token = None if variable is None else server_token(f"{reward_key}_tokens", variable)
             name = f"{reward_key}: {part.name}"
-            kind = reward_kinds()[urlsplit(part.name).scheme]
-            self._servers.append(kind.open_reward(part.name, name, rollout.timeout, warn, token))
+            self._servers.append(part.server_kind.open_reward(part.name, name, rollout.timeout, warn, token))
             repeated = RepeatedCall(name, warn) if compare_first else None
             parts[part.name] = WeightedCall(1.0, self._servers[-1], reward_key, part.name, True, repeated)
         self.sources: list[SourceSettings] = []

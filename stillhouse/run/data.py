@@ -188,7 +188,7 @@ class _Loader:
                     ) from error
             splits["train"], held_out = _split(train, share)
             splits["eval"] = _split(documents, share)[1] if rollouts else held_out
-        used = list(compress(sources, (rollout.share < 1 for rollout in rollouts)))
+        used = list(compress(sources, (not rollout.is_on_student_alone for rollout in rollouts)))
         if used:
             dataset = self._train([(*source, None) for source in used])
             splits["dataset"] = _split(dataset, share)[0] if isinstance(share, float) and share else dataset

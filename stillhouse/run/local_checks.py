@@ -49,8 +49,7 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
     if "data" in needs:
         sources = [item.source for item in data.weighted_sources] or [str(data.train)]
         checks += [("data.train", require_source, source) for source in sources]
-        if isinstance(data.eval, dict):
-            checks += [(f"data.eval.{name}", require_source, source) for name, source in data.eval.items()]
+        checks += [(f"data.eval.{name}", require_source, source) for name, source in data.eval_sets.items()]
         checks += [("data.eval", require_source, data.eval)] if isinstance(data.eval, str) else []
         checks += [] if prompts is None else [("eval.prompts.data", require_source, prompts.data)]
         if data.chat_template is not None:

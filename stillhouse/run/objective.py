@@ -47,7 +47,7 @@ class RunObjective:
         if objective.by_origin is None:
             (spec,) = specs.values()
         else:
-            spec = ObjectiveSpec.from_origins({key.rpartition(".")[2]: one for key, one in specs.items()})
+            spec = ObjectiveSpec.from_origins(dict(zip(objective.by_origin.losses, specs.values(), strict=True)))
         if (teachers := self.teachers) is not None:
             # without a route, the weights are divided by their sum
             total = sum(teacher.weight for teacher in teachers.named.values()) if teachers.route is None else 1.0
@@ -108,26 +108,27 @@ class RunObjective:
             route = self.teachers.route
             how = f"one by column '{route}'" if route else f"sum of {self.teachers.sum}"
             teachers = f" ← {how} of {'; '.join(parts)}"
-        if self.rollouts:
-            rollout, shares = self.rollouts[0], sorted({rollout.share for rollout in self.rollouts})
-            whose = f"by the {rollout.writer}"
-            if shares != [1.0]:
-                percent = " to ".join(f"{share:.0%}" for share in dict.fromkeys((shares[0], shares[-1])))
-                whose = f"{percent} of the completions {whose}, the others from the dataset"
-            targets = f"all tokens of the completions: {whose}, schedule {rollout.schedule}"
-        elif self.objective.tokens == "all":
-            targets = "all tokens, also those of prompts"
-        else:
-            targets = "all tokens of texts, completions and assistant turns; none of prompts"
         return (
             f"{self.loss_in_words()}, {over}temperature {self.spec.temperature:g}, "
-            f"mean over the target tokens of each step ({targets}): {self.student.model}{teachers}"
+            f"mean over the target tokens of each step ({self._targets_in_words()}): {self.student.model}{teachers}"
         )
 
     def loss_in_words(self) -> str:
         """Return the part of the sentence of `in_words` that does not depend on the stores."""
         sections = self._sections(self.spec)
         return f"minimise {self.spec.in_words()}{''.join(kind.in_words(sections) for kind in _part_types())}"
+
+    def _targets_in_words(self) -> str:
+        if not self.rollouts:
+            if self.objective.tokens == "all":
+                return "all tokens, also those of prompts"
+            return "all tokens of texts, completions and assistant turns; none of prompts"
+        rollout, shares = self.rollouts[0], sorted({rollout.share for rollout in self.rollouts})
+        whose = f"by the {rollout.writer}"
+        if shares != [1.0]:
+            share = " to ".join(f"{share:.0%}" for share in dict.fromkeys((shares[0], shares[-1])))
+            whose = f"{share} of the completions {whose}, the others from the dataset"
+        return f"all tokens of the completions: {whose}, schedule {rollout.schedule}"
 
     def _sections(self, spec: ObjectiveSpec) -> LossSections:
         has_teacher = self.teacher is not None or self.teachers is not None
@@ -143,29 +144,18 @@ class RunObjective:
         """
         temperature, is_squared = self.objective.temperature, self.objective.scale_by_temperature_squared
         spec = read_objective(loss, load_all("stillhouse.divergences"), temperature, is_squared)
-        origin = key.rpartition(".")[2] if key.startswith(BY_ORIGIN) else None
-        if origin == STUDENT and spec.cross_entropy is not None:
-            raise ConfigError(
-                key,
-                f"got '{loss}': cross_entropy applies to completions of the dataset; expected it under "
-                f"{BY_ORIGIN}.{DATASET}",
-            )
-        if origin not in (None, STUDENT) and spec.needs_rollouts:
-            raise ConfigError(
-                key,
-                f"got '{loss}': sampled_kl and policy_gradient need tokens that the student has sampled; expected "
-                f"them under {BY_ORIGIN}.{STUDENT}",
-            )
+        if key.startswith(BY_ORIGIN):
+            _require_terms_of(key, loss, spec)
         by_student = bool(self.rollouts) and self.rollouts[0].writer == "student"
         if spec.needs_rollouts and not by_student:
             raise ConfigError(key, f"got '{loss}', which needs completions of the student: set rollout")
         if not self.rollouts:
             return spec
         rollout, temperatures = self.rollouts[0], sampling_temperatures(self.rollouts)
-        if origin != DATASET:  # no term of the dataset's objective uses rewards
+        if key != f"{BY_ORIGIN}.{DATASET}":  # no term of the dataset's objective uses rewards
             self._require_rewards(key, loss, spec)
-        has_dataset = any(source.share < 1 for source in self.rollouts)
-        if spec.cross_entropy is not None and not has_dataset and by_student:
+        is_on_student_alone = all(source.is_on_student_alone for source in self.rollouts)
+        if spec.cross_entropy is not None and is_on_student_alone and by_student:
             raise ConfigError(
                 key,
                 f"got '{loss}' with rollout.share=1: cross_entropy applies to the dataset's completions, and there "
@@ -198,6 +188,23 @@ def _part_types() -> list[type[LossPart]]:
     """Return the kinds of losses in addition to the objective; those of the student's section are first."""
     types = (kind.part() for kind in load_all("stillhouse.parts").values())
     return sorted(types, key=lambda kind: kind.key, reverse=True)
+
+
+def _require_terms_of(key: str, loss: str, spec: ObjectiveSpec) -> None:
+    """Raise ConfigError if the objective of an origin has terms that rows of this origin cannot have."""
+    origin = key.rpartition(".")[2]
+    if origin == STUDENT and spec.cross_entropy is not None:
+        raise ConfigError(
+            key,
+            f"got '{loss}': cross_entropy applies to completions of the dataset; expected it under "
+            f"{BY_ORIGIN}.{DATASET}",
+        )
+    if origin != STUDENT and spec.needs_rollouts:
+        raise ConfigError(
+            key,
+            f"got '{loss}': sampled_kl and policy_gradient need tokens that the student has sampled; expected them "
+            f"under {BY_ORIGIN}.{STUDENT}",
+        )
 
 
 def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:

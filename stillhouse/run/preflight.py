@@ -5,22 +5,31 @@ reported as early as possible.
 """
 
 import importlib.util
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import distributions
 
 import torch
 
-from stillhouse.config import ConfigError, EvalConfig, StudentConfig, TeacherConfig, TrainConfig, as_config_error
+from stillhouse.config import (
+    ConfigError,
+    EvalConfig,
+    RolloutConfig,
+    StudentConfig,
+    TeacherConfig,
+    TrainConfig,
+    as_config_error,
+)
 from stillhouse.data import check_vocabulary
 from stillhouse.display import name_list
 from stillhouse.engine.optimizer import require_optimizer
-from stillhouse.loops.session import Data, RolloutPlan
+from stillhouse.loops.session import Data
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.models.forward_modes import noise_of
 from stillhouse.models.quantized import FP8, float8_problem
 from stillhouse.objective.policy_parameters import PolicySettings
 from stillhouse.output.tracking import require_trackers
 from stillhouse.parallel import Layout
+from stillhouse.rollout import PromptPlan
 from stillhouse.rollout.user_functions import loaded_functions
 from stillhouse.run.setup import RunSetup, require_fsdp
 from stillhouse.user_code.environment import environments
@@ -61,18 +70,13 @@ def check_before_loading(setup: RunSetup) -> None:
 
 
 def check_models(
-    decoders: Mapping[str, Decoder],
-    teachers: Mapping[str, TeacherConfig],
-    data: Data,
-    max_tokens: int,
-    removed_noise: Collection[str],
+    decoders: Mapping[str, Decoder], teachers: Mapping[str, TeacherConfig], data: Data, max_tokens: int
 ) -> list[str]:
     """Raise ValueError unless the models fit the data and the student can be saved. Returns warnings.
 
     decoders: the student, and the teachers in this job, by the keys of their sections.
     teachers: all teachers' sections.
     max_tokens: the maximum number of tokens of a document; rows of several documents in `data` can be longer.
-    removed_noise: the names of the dropout and noise that were removed from the student.
     """
     # a teacher that is the student itself has no decoder of its own, so its prefix is checked with the student's
     read_by_student = [section for section, teacher in teachers.items() if teacher.signals_from == "student"]
@@ -89,12 +93,6 @@ def check_models(
         for documents in splits:
             documents.check_ids(decoder.vocabulary_rows, section, [key.partition(".")[2] for key in sections])
     check_saving(decoders["student"].pretrained)
-    if removed_noise:
-        warnings.append(
-            f"the student is trained without the dropout of its configuration ({name_list(removed_noise)}): the "
-            "ratios of policy_gradient and rollout.correction compare with probabilities from sampling, without "
-            "dropout"
-        )
     return warnings
 
 
@@ -102,6 +100,15 @@ def require_adapters(student: StudentConfig) -> None:
     """Raise ConfigError if the student has an adapter and peft is not installed."""
     if student.adapter is not None and importlib.util.find_spec("peft") is None:
         raise ConfigError("student.adapter", "peft is not installed; pip install 'stillhouse[lora]'")
+
+
+def noise_warnings(removed: Collection[str]) -> Iterator[str]:
+    """Yield a warning for the dropout and noise that were removed from the student. removed: their names."""
+    if removed:
+        yield (
+            f"the student is trained without the dropout of its configuration ({name_list(removed)}): the ratios "
+            "of policy_gradient and rollout.correction compare with probabilities from sampling, without dropout"
+        )
 
 
 def require_attention(student: StudentConfig, teachers: Mapping[str, TeacherConfig], device: torch.device) -> None:
@@ -152,16 +159,14 @@ def require_models_fit(
             require_fsdp(f"{section}.offload", teacher_layout, device)
 
 
-def rollout_warnings(
-    train: TrainConfig, evaluation: EvalConfig, plan: RolloutPlan, max_tokens: int, policies: Iterable[PolicySettings]
+def prompt_warnings(
+    train: TrainConfig, rollout: RolloutConfig, plan: PromptPlan, max_tokens: int, policies: Iterable[PolicySettings]
 ) -> Iterator[str]:
     """Yield warnings for steps with few prompts if `rollout.prompts_per_step` is not set, for `tokens_per_step`
-    without effect, for limits of a ratio that is always 1, and for completions that have several turns in training
-    and one in evaluations.
+    without effect, and for limits of a ratio that is always 1.
 
     policies: the policy settings of the terms of the loss.
     """
-    rollout, prompts = plan.config, plan.prompts
     if rollout.prompts_per_step is not None and train.tokens_per_step != TrainConfig().tokens_per_step:
         yield (
             f"train.tokens_per_step={train.tokens_per_step:,} has no effect, because rollout.prompts_per_step="
@@ -174,36 +179,40 @@ def rollout_warnings(
             "that the step trains, so that the ratio differs from 1 only by rounding; leave clip_low, clip_high and "
             "dual_clip out, or let completions be older with rollout.schedule=one_step_off"
         )
-    if rollout.prompts_per_step is None and prompts.prompts_per_step < FEW_PROMPTS:
+    if rollout.prompts_per_step is None and plan.prompts_per_step < FEW_PROMPTS:
         yield (
-            f"prompts of a step: {prompts.prompts_per_step}, because train.tokens_per_step={train.tokens_per_step:,} "
-            f"has room for no more, with {prompts.numbers_per_group} completions of data.max_tokens={max_tokens:,} "
+            f"prompts of a step: {plan.prompts_per_step}, because train.tokens_per_step={train.tokens_per_step:,} "
+            f"has room for no more, with {plan.numbers_per_group} completions of data.max_tokens={max_tokens:,} "
             "each; set rollout.prompts_per_step"
-        )
-    evaluations = [name for name in ("samples", "tasks") if getattr(evaluation, name)]
-    keys = [key for key in environments() if any(getattr(section, key) for section in plan.configs)]
-    if evaluations and keys:
-        yield (
-            f"{', '.join(f'eval.{name}' for name in evaluations)}: these completions have only one turn, "
-            f"without rollout.{' and rollout.'.join(keys)}, unlike the completions of eval.prompts"
         )
 
 
 def same_model_warnings(setup: RunSetup, model_hashes: Mapping[str, str], student: Decoder) -> Iterator[str]:
     """Yield a warning if student and teacher are the same model, and the loss is only their divergence."""
-    teacher, section, objective = setup.config.teacher, setup.config.student, setup.objective
+    teacher, section = setup.config.teacher, setup.config.student
+    if teacher is None or model_hashes.get("teacher") != model_hashes["student"] or noise_of(student.pretrained):
+        return
     is_changed = section.adapter is not None or section.quantize is not None or section.init is not None
     others = ("cross_entropy", "entropy", "policy_gradient")
-    has_others = any(getattr(part, name) is not None for part in objective.spec.parts for name in others)
-    if (
-        teacher is not None
-        and model_hashes.get("teacher") == model_hashes["student"]
-        and not (is_changed or has_others or objective.parts or noise_of(student.pretrained))
-        and objective.spec.needs_teacher
-    ):
+    has_others = any(getattr(part, name) is not None for part in setup.objective.spec.parts for name in others)
+    if not (is_changed or has_others or setup.objective.parts) and setup.objective.spec.needs_teacher:
         yield (
             f"teacher.model: {teacher.model} has the same files as student.model: the divergence between a model and "
             "itself is 0, and so is its gradient, so that nothing is learned; expected another model"
+        )
+
+
+def evaluation_warnings(evaluation: EvalConfig, rollouts: Sequence[RolloutConfig]) -> Iterator[str]:
+    """Yield a warning if completions in training have several turns, and completions of evaluations have one.
+
+    rollouts: the section rollout for each source of prompts.
+    """
+    evaluations = [name for name in ("samples", "tasks") if getattr(evaluation, name)]
+    keys = [key for key in environments() if any(getattr(rollout, key) for rollout in rollouts)]
+    if evaluations and keys:
+        yield (
+            f"{', '.join(f'eval.{name}' for name in evaluations)}: these completions have only one turn, "
+            f"without rollout.{' and rollout.'.join(keys)}, unlike the completions of eval.prompts"
         )
 
 

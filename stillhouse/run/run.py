@@ -26,7 +26,7 @@ from stillhouse.data import DataReport, Documents, save_tokenizer, text_fingerpr
 from stillhouse.data.media import media_kind
 from stillhouse.display import escaped, name_list
 from stillhouse.engine.optimizer import stacked_vectors
-from stillhouse.engine.schedule import StepSchedule, make_on_policy_schedule, make_step_schedule
+from stillhouse.engine.schedule import StepSchedule, make_on_policy_schedule, make_step_schedule, micro_batch_capacity
 from stillhouse.loops import off_policy, on_policy
 from stillhouse.loops.held_out import held_out_tokens
 from stillhouse.loops.rollouts import samplings
@@ -218,12 +218,14 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     warnings = [
         *setup.warnings,
         *data.warnings,
-        *preflight.check_models(decoders, setup.teachers, data, max_tokens, sources.removed_noise),
+        *preflight.check_models(decoders, setup.teachers, data, max_tokens),
+        *preflight.noise_warnings(sources.removed_noise),
         *preflight.schedule_warnings(config.train, schedule.steps, data, on_policy=rollout is not None),
     ]
     if rollout is not None:
-        policies, longest = [part.policy for part in loss.spec.parts], config.data.max_tokens
-        warnings += preflight.rollout_warnings(config.train, config.eval, rollout, longest, policies)
+        plan, policies = rollout.prompts, [part.policy for part in loss.spec.parts]
+        warnings += preflight.prompt_warnings(config.train, rollout.config, plan, config.data.max_tokens, policies)
+        warnings += preflight.evaluation_warnings(config.eval, rollout.configs)
     warnings += preflight.same_model_warnings(setup, model_hashes, models.student)
     if not data.has_media:
         name, revision, code = config.student.model, config.student.revision, config.student.trust_remote_code
@@ -247,9 +249,7 @@ def _in_rows(data: Data, models: Models, setup: RunSetup) -> Data:
     data, config, layout = replace(data, by_length=True), setup.config, setup.layout
     if config.rollout is not None:  # completions are packed later, in each step
         return data
-    # a data rank gets a micro-batch per step for each pipeline stage, unless a packed sequence is larger
-    per_stage = config.train.tokens_per_step // (layout.degrees.data * layout.stages)
-    capacity = max(config.data.max_tokens, min(config.train.micro_batch_tokens, per_stage))
+    capacity = micro_batch_capacity(config.train, config.data.max_tokens, layout.degrees.data, layout.stages)
     return data.sorted_by_length(capacity, max(config.data.max_tokens, config.eval.micro_batch_tokens or capacity))
 
 
@@ -281,7 +281,7 @@ def prompt_sources(
         PromptSource(
             size,
             rollout.samples_per_prompt,
-            0 if rollout.share == 1 else next(dataset_sizes),
+            0 if rollout.is_on_student_alone else next(dataset_sizes),
             rollout.share,
             weight,
         )

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 
 from stillhouse.config import ConfigError, ParallelConfig, RunConfig, as_config_error
 from stillhouse.config.check_rules import check_rules
@@ -111,7 +110,7 @@ class RunSetup:
             connect_processes(device, self.config.train.timeout)
         elif capabilities(self.config.parallel.engine).always_in_group:
             start_alone(device)
-        ranks = Ranks(dist.group.WORLD if dist.is_initialized() else None, device)
+        ranks = Ranks.all_of_job(device)
         self.warnings = require_same_configuration(self.values, ranks)
         return ranks
 

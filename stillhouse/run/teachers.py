@@ -200,20 +200,7 @@ class TeacherSources:
             return self._source("teacher", self.teacher, self.student.teacher_head)
         if (teachers := self.teachers) is None:
             return NoTeacher()
-        # the full models of teachers whose head cannot be loaded separately, in a run of one process
-        unsplit: dict[str, Decoder] = {}
-        for name, teacher in teachers.named.items() if self.student.ranks.size == 1 else ():
-            section = f"teachers.{name}"
-            if not teacher.source_kind.runs_model or section in self.stores:
-                continue
-            is_whole = teacher.quantize is not None or teacher.trust_remote_code
-            if not is_whole and is_cuttable(read_configuration(str(teacher.model), teacher.revision)):
-                continue
-            if teacher.offload:
-                raise ConfigError(
-                    f"{section}.offload", "got true, but its head cannot be loaded separately: expected false"
-                )
-            unsplit[name] = self.models.whole_teacher(section).build().requires_grad_(False)
+        unsplit = self._unsplit_teachers(teachers)
         heads = self._heads(teachers, unsplit)
         sources: dict[str, SignalSource] = {}
         for name, teacher in teachers.named.items():
@@ -239,6 +226,23 @@ class TeacherSources:
         if store.signal.kind == "chosen":
             return ChosenTeacher(store, self.student, self.autocast, teacher.tail, name)
         return StoredTeacher(store, self.student, teacher.tail, name, head=head)
+
+    def _unsplit_teachers(self, teachers: TeachersConfig) -> dict[str, Decoder]:
+        """In a run of one process, load the full models of teachers whose head cannot be loaded separately."""
+        decoders: dict[str, Decoder] = {}
+        for name, teacher in teachers.named.items() if self.student.ranks.size == 1 else ():
+            section = f"teachers.{name}"
+            if not teacher.source_kind.runs_model or section in self.stores:
+                continue
+            is_whole = teacher.quantize is not None or teacher.trust_remote_code
+            if not is_whole and is_cuttable(read_configuration(str(teacher.model), teacher.revision)):
+                continue
+            if teacher.offload:
+                raise ConfigError(
+                    f"{section}.offload", "got true, but its head cannot be loaded separately: expected false"
+                )
+            decoders[name] = self.models.whole_teacher(section).build().requires_grad_(False)
+        return decoders
 
     def _heads(self, teachers: TeachersConfig, unsplit: Mapping[str, Decoder]) -> dict[str, TeacherHead]:
         """Load the teachers' output heads by teacher name; empty on processes without the student's last stage.

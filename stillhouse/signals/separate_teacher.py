@@ -34,7 +34,7 @@ from stillhouse.parallel import (
     padded_shapes,
     shard_micro_batches,
 )
-from stillhouse.parallel.host_memory import pin_weights, weights_on_device
+from stillhouse.parallel.host_memory import WaitingWeights
 from stillhouse.proofs.layouts import needs_proof, prove_runner
 from stillhouse.signals.signal_source import PendingSignals, SignalSource
 
@@ -96,8 +96,9 @@ class SeparateTeacher(SignalSource):
     keep_head: whether the model in `decoders` also has the teacher's output head
 
     With layout.offload, the weights are in host memory between requests. A single process moves all weights to the
-    device for each request; with several processes, FSDP moves them layer by layer. The constructor is a collective.
-    It raises ValueError for a model that does not fit the layout.
+    device for each request; with several processes, FSDP moves them layer by layer.
+
+    The constructor is a collective. It raises ValueError for a model that does not fit the layout.
     """
 
     def __init__(
@@ -119,8 +120,7 @@ class SeparateTeacher(SignalSource):
         self._width, self._dtype = decoder.width, next(decoder.parameters()).dtype
         self._on_device: Callable[[], AbstractContextManager[None]] = nullcontext
         if layout.offload and mesh.ranks.size == 1:
-            pin_weights(decoder, mesh.device)
-            self._on_device = partial(weights_on_device, decoder, mesh.device)
+            self._on_device = WaitingWeights(decoder, mesh.device).on_device
         if needs_proof(layout, mesh, layers):
             with self._on_device():
                 prove_runner(self._runner, layers, None, teacher_in_stages=False)
@@ -200,19 +200,21 @@ class SeparateTeacher(SignalSource):
             zeros = torch.zeros(size if shapes[number].rows else (), dtype=self._dtype, device=mesh.device)
             received[number] = zeros.expand(size)
 
+        def local_columns(transfer: Transfer, shape_BS: tuple[int, int], mesh: Mesh) -> slice:
+            first = mesh.coordinate("context") * (shape_BS[1] // mesh.degrees.context)
+            return slice(transfer.start - first, transfer.stop - first)
+
         operations: list[dist.P2POp] = []
         incoming: list[tuple[Tensor, Tensor]] = []
         for transfer in route(shapes, teacher_DCT, student_DCT):
             shape = shapes[transfer.micro_batch]
             if rank == transfer.sender:
-                first = mesh.coordinate("context") * (shape.teacher_BS[1] // mesh.degrees.context)
-                columns = slice(transfer.start - first, transfer.stop - first)
+                columns = local_columns(transfer, shape.teacher_BS, mesh)
                 sent_BSE = sent[transfer.micro_batch][: shape.rows, columns].to(self._dtype).contiguous()
                 if transfer.receiver != rank:
                     operations.append(dist.P2POp(dist.isend, sent_BSE, transfer.receiver, mesh.ranks.group))
             if rank == transfer.receiver:
-                first = student_mesh.coordinate("context") * (shape.student_BS[1] // student_mesh.degrees.context)
-                columns = slice(transfer.start - first, transfer.stop - first)
+                columns = local_columns(transfer, shape.student_BS, student_mesh)
                 part = received[transfer.micro_batch][: shape.rows, columns]
                 if transfer.sender == rank:
                     part.copy_(sent_BSE)

@@ -179,32 +179,28 @@ def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, s
     stored = stored_tensors(source)
     wanted = None if dtype is None else parse_dtype(dtype)
     config, mtp_prefixes = (None, ()) if settings.mtp else _config_and_mtp(source)
-    kept: Sequence[str] = ()  # the modules whose weights transformers keeps in float32 for every dtype of the model
-    if wanted in (torch.bfloat16, torch.float16) and (source / CONFIG_NAME).is_file():
-        model_config = read_configuration(str(source))
-        what = f"{model_config.name_or_path}: its configuration cannot be read"
-        with reading(what), torch.device("meta"):
-            model = auto_class(model_config, multimodal=True).from_config(model_config, trust_remote_code=False)
-        kept = [*(model._keep_in_fp32_modules_strict or [])]
+    kept = _kept_in_float32(source) if wanted in (torch.bfloat16, torch.float16) else []
     with ExitStack() as opened:
         paths = [source / name for name in sorted(names) if name.endswith(_WEIGHTS)]
         files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]
         file_of = {name: file for file in files for name in file.keys() if not name.startswith(mtp_prefixes)}  # noqa: SIM118
-        dtypes: dict[str, torch.dtype] = {name: stored[name].properties.dtype for name in file_of}
-        if isinstance(wanted, torch.dtype):
-            for name, trained in dtypes.items():
-                if trained.is_floating_point and not any(part in name.split(".") for part in kept):
-                    dtypes[name] = wanted
+
+        def to(name: str) -> torch.dtype:
+            trained: torch.dtype = stored[name].properties.dtype
+            is_kept = any(part in name.split(".") for part in kept)
+            return (
+                wanted if trained.is_floating_point and isinstance(wanted, torch.dtype) and not is_kept else trained
+            )
 
         def read(names: Iterable[str]) -> dict[str, Tensor]:
-            weights = {name: file_of[name].get_tensor(name).to(dtypes[name]) for name in names}
+            weights = {name: file_of[name].get_tensor(name).to(to(name)) for name in names}
             for name, weight in weights.items():
                 if weight.is_floating_point() and not weight.isfinite().all():
                     expected = "expected bfloat16 or float32"
                     raise ValueError(f"--dtype: {weight.dtype} cannot represent '{name}': {expected}")
             return weights
 
-        shapes = {name: torch.empty(stored[name].size, dtype=dtypes[name], device="meta") for name in file_of}
+        shapes = {name: torch.empty(stored[name].size, dtype=to(name), device="meta") for name in file_of}
         name_of_file = ADAPTER_WEIGHTS if (source / ADAPTER_CONFIG).is_file() else SAFE_WEIGHTS_NAME
         write_weights(target, shapes, read, settings.shard_bytes, file=name_of_file)
     if config is not None and mtp_prefixes:
@@ -222,6 +218,16 @@ def _copy_others(source: Path, names: Iterable[str], target: Path) -> None:
         if not is_weights and not (target / name).exists():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
+
+
+def _kept_in_float32(source: Path) -> list[str]:
+    """Return the names of the modules whose weights transformers keeps in float32 for every dtype of the model."""
+    if not (source / CONFIG_NAME).is_file():
+        return []
+    config = read_configuration(str(source))
+    with reading(f"{config.name_or_path}: its configuration cannot be read"), torch.device("meta"):
+        model = auto_class(config, multimodal=True).from_config(config, trust_remote_code=False)
+    return sorted(model._keep_in_fp32_modules_strict or [])
 
 
 def _with_dtype(content: dict[str, Any], dtype: str) -> dict[str, Any]:

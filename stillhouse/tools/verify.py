@@ -18,7 +18,7 @@ from stillhouse.config.read_config import dotted_values
 from stillhouse.output.disk import UNFINISHED
 from stillhouse.output.folder import RunFolder, require_intact_model
 from stillhouse.output.json_lines import read_metrics
-from stillhouse.output.progress import Progress
+from stillhouse.output.progress import Progress, read_state
 
 
 class Finding(NamedTuple):
@@ -41,14 +41,9 @@ def verify_run(path: Path) -> Iterator[Finding]:
     newest: Progress | None = None
     findings = []
     for checkpoint in checkpoints(folder.checkpoints):
-        try:
-            state = verified(checkpoint, with_student=True).state
-        except ValueError as error:
-            findings.append(Finding(checkpoint.name, problem=str(error)))
-            continue
-        newest, size = state.progress, sum((checkpoint / name).stat().st_size for name in state.files)
-        facts = f"{len(state.files)} files of {size:,} bytes, {newest.tokens:,} tokens trained"
-        findings.append(Finding(checkpoint.name, facts))
+        findings.append(_finding(checkpoint.name, partial(_checkpoint, checkpoint)))
+        if findings[-1].problem is None:
+            newest = read_state(checkpoint).progress
     yield _finding("config.yaml", partial(_configuration, path / "config.yaml", newest))
     yield from findings
     yield _finding(folder.metrics.name, partial(_metrics, folder.metrics, newest))
@@ -74,6 +69,12 @@ def _configuration(path: Path, newest: Progress | None) -> str:
     if newest is not None and newest.configuration != configuration_hash(dotted_values(config)):
         raise ValueError("values that affect the weights have changed since the newest checkpoint was written")
     return f"{config.student.model}, {', '.join(config.objective.losses.values())}"
+
+
+def _checkpoint(path: Path) -> str:
+    state = verified(path, with_student=True).state
+    size = sum((path / name).stat().st_size for name in state.files)
+    return f"{len(state.files)} files of {size:,} bytes, {state.progress.tokens:,} tokens trained"
 
 
 def _metrics(path: Path, newest: Progress | None) -> str:

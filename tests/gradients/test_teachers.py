@@ -141,7 +141,7 @@ def engine_of(student: Decoder, teacher: Decoder | None) -> TorchEngine:
 
 def gradients(engine: TorchEngine, batch: MicroBatch, signals: Sequence[Signals]) -> dict[str, torch.Tensor]:
     engine.zero_grad()
-    engine.forward_backward(engine.student.shard(StepMicroBatches([batch])), signals, len(batch.valid_index))
+    engine.forward_backward(engine.student.shard(StepMicroBatches([batch])), signals, batch.valid_tokens)
     return {name: gradient.clone() for name, gradient in named_gradients(engine.student.decoders[0]).items()}
 
 

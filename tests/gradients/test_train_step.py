@@ -62,7 +62,7 @@ def test_a_steps_gradient_is_the_plain_one(tmp_path: Path, dtype: str, micro: in
     settings = {"student.dtype": dtype, "teacher.dtype": dtype, "train.micro_batch_tokens": micro * MAX_TOKENS}
     session = prompted(tmp_path, tied=tied, **settings)
     batches = step_batches(session)
-    sums, count = forward_backward(session, batches).sums, sum(len(batch.valid_index) for batch in batches)
+    sums, count = forward_backward(session, batches).sums, sum(batch.valid_tokens for batch in batches)
     assert sums["tokens"] == count
     # in the log, a term is unscaled, and the total is scaled
     expected_loss = (0.3 * sums["cross_entropy"] + 0.7 * sums["jsd(0.5)"]) / count

@@ -26,7 +26,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.quantized import is_quantized, require_rounding, weight_bytes
 from stillhouse.parallel import Degrees, Layout
-from stillhouse.parallel.host_memory import weights_on_device
+from stillhouse.parallel.host_memory import WaitingWeights
 from stillhouse.run import preflight
 from stillhouse.run.preflight import require_models_fit
 from stillhouse.run.run import prepare
@@ -239,14 +239,16 @@ def test_waiting_weights_are_on_the_device_only_while_they_are_used() -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
     model[1].weight.data = model[0].weight.data.T
     before = [weight.data_ptr() for weight in model.parameters()]
-    expected = model(inputs := torch.randn(3, 5))
-    with weights_on_device(model, CPU):
+    inputs = torch.randn(3, 5)
+    expected = model(inputs)
+    weights = WaitingWeights(model, CPU)
+    with weights.on_device():
         copies = [weakref.ref(weight.untyped_storage()) for weight in model.parameters()]
         assert all(weight.data_ptr() not in before for weight in model.parameters())
         torch.testing.assert_close(model(inputs), expected)
     assert [weight.data_ptr() for weight in model.parameters()] == before
     assert all(copy() is None for copy in copies)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), weights_on_device(model, CPU):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), weights.on_device():
         model(inputs[:, 1:])
     assert [weight.data_ptr() for weight in model.parameters()] == before
 

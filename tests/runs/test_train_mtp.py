@@ -238,7 +238,7 @@ def test_the_exported_model_drafts_and_is_a_students_model_again(tmp_path: Path)
     assert not session.models.student.mtp.is_new
     loaded = MultiTokenDecoder.from_pretrained(folder).main
     for mtp, pretrained in ((session.models.student.mtp, session.models.student.pretrained), (loaded.mtp, model)):
-        tensors = {mtp.checkpoint_name(pretrained, name): tensor for name, tensor in mtp.state_dict().items()}
+        tensors = mtp.checkpoint_tensors(pretrained)
         assert tensors
         assert_equal_tensors(tensors, {name: exported[name] for name in tensors})
     for key, mtp in (("student.mtp.depths", {"depths": 1}), (None, {"depths": 1, "init": "new"})):

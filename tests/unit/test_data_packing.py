@@ -46,6 +46,7 @@ def test_every_document_lies_whole_in_exactly_one_sequence(lengths: list[int], s
     members = [packed.members(sequence).tolist() for sequence in range(len(packed))]
     assert sorted(document for sequence in members for document in sequence) == list(range(len(lengths)))
     assert max(sum(lengths[document] for document in sequence) for sequence in members) <= 24
+    assert packed.filled_share == pytest.approx(sum(lengths) / (24 * len(packed)))
 
 
 @EXAMPLES
@@ -74,7 +75,7 @@ def test_batches_hold_labels_weights_and_positions_row_by_row(lengths: list[int]
     assert (batch.labels_T[padding] == -1).all()
     assert torch.equal(batch.weights_T, (batch.labels_T >= 0).float())
     assert batch.valid_index.tolist() == torch.where(batch.weights_T > 0)[0].tolist()
-    assert len(batch.valid_index) == documents.targets_N.sum()
+    assert batch.valid_tokens == len(batch.valid_index) == documents.targets_N.sum()
 
 
 def test_a_micro_batch_moves_with_its_images() -> None:
@@ -83,7 +84,7 @@ def test_a_micro_batch_moves_with_its_images() -> None:
     moved = replace(batch, teacher_inputs=batch.inputs, **images).to("meta")
     values = (moved.labels_T, moved.input_ids_BS, *moved.media.values(), *moved.teacher_media.values())
     assert all(value.is_meta for value in values)
-    assert len(moved.valid_index) == len(batch.valid_index)
+    assert moved.valid_tokens == batch.valid_tokens
 
 
 def odd_micro_batch() -> MicroBatch:
@@ -120,7 +121,7 @@ def test_everything_per_token_is_cut_and_padded_by_one_rule() -> None:
             padded_T = torch.where(is_padding_T, padding, getattr(batch, name)[expected_T])
             assert getattr(part, name).tolist() == padded_T.tolist(), name
         assert part.valid_index.tolist() == part.weights_T.nonzero()[:, 0].tolist()
-        assert len(part.valid_index) == int(part.weights_T.sum())
+        assert part.valid_tokens == int(part.weights_T.sum())
     assert padded.position_ids_BS[:, 4:].tolist() == [[0, 1, 0, 1], [4, 5, 0, 1], [4, 5, 6, 7]]
 
 

@@ -78,7 +78,7 @@ def test_each_set_has_the_metrics_of_an_evaluation_of_its_own(tmp_path: Path) ->
         ]
         mean = sum(value * tokens for value, tokens in parts)
         assert metrics_of_sets[f"eval/{name}"] == pytest.approx(mean / metrics_of_sets["eval/tokens"], rel=1e-12)
-    for name, source in config.data.eval.items():
+    for name, source in config.data.eval_sets.items():
         alone = evaluate(session_of(tmp_path, **{"data.eval": source}))
         for key, value in alone.items():
             assert metrics_of_sets[f"eval/{name}/{key.removeprefix('eval/')}"] == pytest.approx(value, rel=1e-6)

@@ -3,12 +3,11 @@
 import random
 from collections import Counter
 
-from stillhouse.config import EvalConfig, RolloutConfig, TrainConfig
-from stillhouse.loops.session import RolloutPlan
+from stillhouse.config import RolloutConfig, TrainConfig
 from stillhouse.objective.policy_parameters import PolicySettings
 from stillhouse.rollout import PromptPlan, PromptSource
 from stillhouse.rollout.plan import PromptDraw
-from stillhouse.run.preflight import rollout_warnings
+from stillhouse.run.preflight import prompt_warnings
 
 
 def test_every_beginning_of_a_run_has_the_weights_within_one_prompt() -> None:
@@ -67,8 +66,7 @@ def test_keys_without_effect_on_the_completions_of_a_step_are_warned_of() -> Non
     plan, clipped = PromptPlan(SOURCES, prompts_per_step=5, seed=3), [PolicySettings(clip_low=0.2)]
 
     def warnings(rollout: RolloutConfig, policies: list[PolicySettings], **train: int) -> list[str]:
-        settings = TrainConfig(**train), EvalConfig(), RolloutPlan(plan, rollout, [rollout], [])
-        return list(rollout_warnings(*settings, 128, policies))
+        return list(prompt_warnings(TrainConfig(**train), rollout, plan, 128, policies))
 
     fixed, ahead = RolloutConfig(prompts_per_step=5), RolloutConfig(prompts_per_step=5, schedule="one_step_off")
     assert warnings(fixed, [PolicySettings()]) == warnings(ahead, clipped) == []

@@ -84,7 +84,7 @@ def test_each_token_is_seen_once_per_epoch(tmp_path: Path) -> None:
     assert sizes == [4] * (step_schedule.steps - 1) + [2 * len(sequences) - 4 * (step_schedule.steps - 1)]
     assert 0 < sizes[-1] < 4
     assert all(len(rows) <= 2 for step in steps for rows in step)
-    targets = [sum(len(micro_batch.valid_index) for micro_batch in step) for step in micro_batches]
+    targets = [sum(micro_batch.valid_tokens for micro_batch in step) for step in micro_batches]
     assert sum(targets) == 2 * sequences.documents.report.target_tokens
     assert [step.normalizer for step in micro_batches] == targets
     assert sum(step.tokens for step in micro_batches) == 2 * len(sequences.documents.tokens_N)

@@ -58,9 +58,7 @@ def read_saved(folder: Path) -> Iterator[Record]:
             f"{folder}: contains the splits {name_list(splits)}: expected the folder of one split, such as "
             f"{folder / min(splits, key=lambda split: split != 'train')}"
         )
-    # as Arrow, so that images are not decoded
-    tables = next(iter(splits.values())).with_format("arrow").iter(batch_size=_BATCH)
-    return _records(str(folder), "not a readable record", tables)
+    return _records_of_dataset(str(folder), next(iter(splits.values())))
 
 
 def read_hub(source: str, name: str, configuration: str | None, split: str) -> Iterator[Record]:
@@ -77,8 +75,12 @@ def read_hub(source: str, name: str, configuration: str | None, split: str) -> I
         raise ValueError(
             f"{source}: the hub's dataset cannot be loaded (expected {name}:configuration@split): {error}"
         ) from error
+    return _records_of_dataset(source, dataset)
+
+
+def _records_of_dataset(name: str, dataset: Any) -> Iterator[Record]:
     tables = dataset.with_format("arrow").iter(batch_size=_BATCH)  # as Arrow, so that images are not decoded
-    return _records(source, "not a readable record", tables)
+    return _records(name, "not a readable record", tables)
 
 
 def _records(name: str, problem: str, tables: Iterator[Any]) -> Iterator[Record]:

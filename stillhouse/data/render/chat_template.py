@@ -125,12 +125,7 @@ class ChatTemplate(Template):
         if self.tools is not None:
             tools = self.tools if tools is None else require_among(tools, self.tools)
         require_length(sum(len(text_of(message)) for message in messages), " and ".join(self.columns))
-        media: list[MediaFile] = []
-        for number, message in enumerate(messages):
-            if isinstance(content := message.get("content"), list):  # chat templates do not read the values of media
-                media += [part[part["type"]] for part in content if part["type"] != "text"]
-                parts = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
-                messages[number] = message | {"content": parts}
+        messages, media = _without_media(messages)
         rendered, lost = self._rendered(messages, tools, first)
         if self.targets == "none":
             self._prompt_example = self._prompt_example or (messages, tools)
@@ -140,7 +135,7 @@ class ChatTemplate(Template):
         if lost:
             self._require_written(messages, tools, first, lost)
             rendered = replace(rendered, lost={loss.kind: self._name_of(loss, first) for loss in reversed(lost)})
-        return self._with_media(rendered, tuple(media)) if media else rendered
+        return self._with_media(rendered, media) if media else rendered
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         encoded = [record.encoded for record in rendered]
@@ -301,3 +296,15 @@ def _with_targets(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) 
         joined += bool(((begins_T < begin) & (ends_T > begin)).any())
     targets_T[:1] = False
     return Encoded(np.asarray(ids, dtype=np.int32), targets_T, joined)
+
+
+def _without_media(messages: list[Message]) -> tuple[list[Message], tuple[MediaFile, ...]]:
+    """The messages without the values of parts with media, which chat templates do not read; and these values."""
+    media: list[MediaFile] = []
+    bare = list(messages)
+    for number, message in enumerate(messages):
+        if isinstance(content := message.get("content"), list):
+            media += [part[part["type"]] for part in content if part["type"] != "text"]
+            parts = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
+            bare[number] = message | {"content": parts}
+    return bare, tuple(media)

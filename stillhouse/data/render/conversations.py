@@ -108,7 +108,7 @@ class Turns:
         beginning = self.text(self.messages[:count], prompt)
         if self.body.startswith(beginning):
             return len(beginning)
-        anchored = [*self.messages[: count - 1], with_text_appended(self.messages[count - 1], ANCHOR)]
+        anchored = self._anchored(count)
         shortened, complete = self._behind(anchored, prompt), self._behind(anchored + self.messages[count:])
         if shortened is None or complete is None:
             raise self._error(count, prompt)
@@ -140,8 +140,7 @@ class Turns:
         """
         if not self.ends or self.body.rstrip().endswith(self.ends):
             return ""
-        anchored = [*self.messages[:-1], with_text_appended(self.messages[-1], ANCHOR)]
-        following = {"role": "user", "content": "a"}
+        anchored, following = self._anchored(len(self.messages)), {"role": "user", "content": "a"}
         if calls := self.messages[-1].get("tool_calls"):
             call = calls[0] if isinstance(calls[0], dict) else {}
             function = call.get("function", call)
@@ -154,6 +153,9 @@ class Turns:
         if behind is None or longer is None or not longer.startswith(behind):
             return ""
         return token_at(longer, self.ends, len(behind))
+
+    def _anchored(self, count: int) -> list[Message]:
+        return [*self.messages[: count - 1], with_text_appended(self.messages[count - 1], ANCHOR)]
 
     def _behind(self, messages: list[Message], prompt: bool = False) -> str | None:
         """The text after the first anchor; None if the template has dropped the anchor."""
@@ -188,7 +190,7 @@ class Conversations:
         prompt. end_ids: the end-of-sequence ids of the model (see `Turns`).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: Targets, end_ids: Collection[int]):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: Targets, end_ids: Collection[int] = ()):
         self.tokenizer, self.targets = tokenizer, targets
         added = tokenizer.get_added_vocab()
         self.special = tuple(added)

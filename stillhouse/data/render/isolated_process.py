@@ -13,7 +13,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from stillhouse.process import limit_memory
@@ -27,7 +26,6 @@ class LimitError(ValueError):
     """The process ended or stopped before it returned a result."""
 
 
-@dataclass(eq=False)
 class Isolated:
     """Calls `function` in a separate process. A call starts the process if it is not running.
 
@@ -38,11 +36,10 @@ class Isolated:
     The function must report errors in its result; an exception ends the process.
     """
 
-    function: Callable[[bytes], bytes]
-    seconds: float
-    memory_bytes: int
-    #: the connection to the process, and a function that ends the process and returns its status
-    _process: tuple[Messages, Any] | None = field(default=None, init=False)
+    def __init__(self, function: Callable[[bytes], bytes], *, seconds: float, memory_bytes: int):
+        self.function, self.seconds, self.memory_bytes = function, seconds, memory_bytes
+        #: the connection to the process, and a function that ends the process and returns its status
+        self._process: tuple[Messages, Any] | None = None
 
     def __call__(self, request: bytes) -> bytes:
         """The function's result. Raises LimitError if the process ends before it answers, or does not answer."""

@@ -12,7 +12,6 @@ tokens must be the student's, which is checked for each document.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from string import Formatter
 from typing import Any
@@ -103,7 +102,6 @@ class PrefixTemplate:
         return prefixes
 
 
-@dataclass(eq=False)
 class TeacherMedia:
     """The images of documents as one teacher in this job reads them.
 
@@ -111,10 +109,10 @@ class TeacherMedia:
     is_routed: whether the teacher reads only documents that name it.
     """
 
-    section: str
-    student: MediaProcessor
-    processor: MediaProcessor | None
-    is_routed: bool
+    def __init__(
+        self, section: str, student: MediaProcessor, processor: MediaProcessor | None, *, is_routed: bool = False
+    ):
+        self.section, self.student, self.processor, self.is_routed = section, student, processor, is_routed
 
     def identity(self) -> list[Any] | None:
         return None if self.processor is None else self.processor.identity()

@@ -3,6 +3,7 @@
 Two kinds of tokenizers have exact bytes for every token. Byte-level tokenizers (GPT-2, Llama 3, Qwen) represent the
 256 byte values by 256 characters. SentencePiece tokenizers (Llama 2, Gemma) represent a space as "▁", and some put a
 space before a text. Other tokenizers, such as WordPiece, lose white space, so that their tokens have no exact bytes.
+For these tokenizers, `TokenBytes` raises ValueError.
 """
 
 import json

@@ -1,6 +1,9 @@
 """Applies a layout to a decoder, without changes to the model's code."""
 
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 
 from stillhouse.models import Decoder
 from stillhouse.models.lm_head import input_embedding
@@ -22,16 +25,8 @@ def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
     experts = dispatched_experts(decoder) if degrees.experts > 1 else []
     if experts:
         apply_expert_parallel(decoder, mesh.experts["expert"], mesh.weights["tensor"])
-    if (dtype := layout.residual_dtype) is not None:
-        if (embedding := input_embedding(decoder.pretrained)) is not None:
-            # without autocast, the hidden states must have the dtype of the layers' matrices
-            embedding.register_forward_hook(
-                lambda module, inputs, output: (
-                    output.to(dtype) if torch.is_autocast_enabled(output.device.type) else output
-                )
-            )
-        if not decoder.has_head:  # the next stage always expects this dtype
-            decoder.register_forward_hook(lambda module, inputs, output: output.to(dtype))
+    if layout.residual_dtype is not None:
+        apply_residual_dtype(decoder, layout.residual_dtype)
     if layout.compile:
         if degrees.tensor > 1 or degrees.experts > 1:
             raise ValueError(
@@ -50,3 +45,20 @@ def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
             gather_dtype=layout.gather_dtype,
             offload=layout.offload,
         )
+
+
+def apply_residual_dtype(decoder: Decoder, dtype: torch.dtype) -> None:
+    """Round the output of a decoder's embedding to this dtype under autocast. Autocast itself leaves it in float32.
+
+    In most families, the hidden states then have this dtype in all layers, so norms and additions read and write half
+    as many bytes. A pipeline stage without the head always sends this dtype, because the next stage expects it.
+    """
+
+    def rounded(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        # without autocast, the hidden states must have the dtype of the layers' matrices
+        return output.to(dtype) if torch.is_autocast_enabled(output.device.type) else output
+
+    if (embedding := input_embedding(decoder.pretrained)) is not None:
+        embedding.register_forward_hook(rounded)
+    if not decoder.has_head:
+        decoder.register_forward_hook(lambda module, inputs, output: output.to(dtype))

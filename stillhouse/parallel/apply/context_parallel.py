@@ -11,7 +11,7 @@ ranks, and the sum over ranks of the tower's gradients is the tower's gradient f
 B rows, S tokens of the global sequence, H heads, D width of a head.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -178,7 +178,7 @@ class _Columns:
             return arguments, options
         present = [name for name in _OF_TOKENS if options.get(name) is not None]
         whole = {name: gather_sequences(options[name], self.group) for name in present}
-        whole["position_ids"] = gather_sequences(options["position_ids"], self.group, dim=-1)
+        whole["position_ids"] = self._positions(options)
         if options.get("attention_mask") is not None:
             whole |= self.masks(_text(whole["position_ids"]))
         return arguments, options | whole
@@ -188,7 +188,7 @@ class _Columns:
         if not self._is_sharded:
             return arguments, options
         if not self.is_whole:
-            global_BS = _text(gather_sequences(options["position_ids"], self.group, dim=-1))
+            global_BS = _text(self._positions(options))
             return arguments, options | self.masks(global_BS) | {"global_position_ids": global_BS}
         positions, embeds_BSD = options["position_ids"], options["inputs_embeds"]
         rank, shape_BS, part = self.group.rank(), embeds_BSD.shape[:2], dict[str, Any]()
@@ -205,19 +205,21 @@ class _Columns:
         masks = {} if options.get("attention_mask") is not None else self.masks(_text(positions))
         return arguments, options | part | masks | {"global_position_ids": _text(positions)}
 
+    def _positions(self, options: Mapping[str, Any]) -> Tensor:
+        """Return the position ids of the global sequences: [B, S], or [A, B, S] if a position has A coordinates."""
+        return gather_sequences(options["position_ids"].movedim(-1, 1), self.group).movedim(1, -1)
+
 
 def _text(positions: Tensor) -> Tensor:
-    # positions are [B, S], or [A, B, S] if a position has A coordinates
     return positions[0] if positions.dim() == 3 else positions
 
 
-def gather_sequences(columns_BS: Tensor, group: ProcessGroup | None, dim: int = 1) -> Tensor:
+def gather_sequences(columns_BS: Tensor, group: ProcessGroup | None) -> Tensor:
     """Concatenate the columns of all context ranks to the global sequences [B, S, …], without gradients.
 
     group: the context ranks, which all call this; None if this process has the global sequences already.
-    dim: the dim of the columns.
     """
-    return columns_BS if group is None else torch.cat(_gathered(columns_BS, group), dim)
+    return columns_BS if group is None else torch.cat(_gathered(columns_BS, group), 1)
 
 
 def _gathered(columns_BS: Tensor, group: ProcessGroup) -> list[Tensor]:

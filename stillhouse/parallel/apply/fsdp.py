@@ -9,7 +9,7 @@ Gradients are summed over ranks and not averaged, because the losses are sums ov
 the step's token count.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -59,7 +59,8 @@ def apply_fsdp(
             mesh=expert_mesh,
             shard_placement_fn=lambda weight, processes=processes: Shard(int(len(local(weight)) % processes > 0)),
         )
-    for layers in _layer_groups(decoder):
+    for layers in _by_shared_weights([*decoder.layers(), *decoder.mtp_layers()]):
+        _require_one_dtype(decoder, layers)
         inner(layers if len(layers) > 1 else layers[0], mesh=mesh)
     for module in (module for loss in decoder.layer_losses.values() for module in loss.modules()):
         # a separate FSDP group for each module: the weights can be float32, and a group must have one dtype
@@ -82,25 +83,24 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _layer_groups(decoder: Decoder) -> list[list[nn.Module]]:
-    """Return groups of layers. Layers that share a weight form a group, because FSDP shards a weight only once.
+def _require_one_dtype(decoder: Decoder, layers: Sequence[nn.Module]) -> None:
+    named = [pair for layer in layers for pair in layer.named_parameters()]
+    trained = {parameter.dtype: name for name, parameter in named if parameter.requires_grad}
+    if len(trained) > 1:
+        names = ", ".join(f"'{name}' in {str(dtype).removeprefix('torch.')}" for dtype, name in trained.items())
+        raise ValueError(
+            f"{typename(decoder.pretrained)} has weights of several dtypes in a layer ({names}): transformers keeps "
+            "some of them in float32, and FSDP trains one dtype per layer; expected dtype float32"
+        )
 
-    Raises ValueError if the trained weights of a group have several dtypes.
-    """
+
+def _by_shared_weights(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return groups of layers. Layers that share a weight form a group, because FSDP shards a weight only once."""
     groups: list[tuple[set[int], list[nn.Module]]] = []
-    for layer in (*decoder.layers(), *decoder.mtp_layers()):
+    for layer in layers:
         weights, members = {id(parameter) for parameter in layer.parameters()}, [layer]
         for others, group_members in [group for group in groups if group[0] & weights]:
             groups.remove((others, group_members))
             weights, members = weights | others, group_members + members
         groups.append((weights, members))
-    for _, members in groups:
-        named = [pair for layer in members for pair in layer.named_parameters()]
-        trained = {parameter.dtype: name for name, parameter in named if parameter.requires_grad}
-        if len(trained) > 1:
-            names = ", ".join(f"'{name}' in {str(dtype).removeprefix('torch.')}" for dtype, name in trained.items())
-            raise ValueError(
-                f"{typename(decoder.pretrained)} has weights of several dtypes in a layer ({names}): transformers "
-                "keeps some of them in float32, and FSDP trains one dtype per layer; expected dtype float32"
-            )
     return [members for _, members in groups]

@@ -55,8 +55,7 @@ def name_hash(name: str) -> float:
 
 
 def collect_documents(library: Path | None = None, end: float = 1.0) -> list[NamedText]:
-    """Return the documents of this Python's standard library, in the order of their names' hashes, without paragraphs
-    that an earlier document has.
+    """Return the documents of this Python's standard library, in the order of their names' hashes.
 
     end: return only documents whose name has a smaller hash. Other documents do not affect the result.
     """
@@ -73,18 +72,8 @@ def collect_documents(library: Path | None = None, end: float = 1.0) -> list[Nam
         for node in ast.parse(topics.read_text(encoding="utf-8")).body:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Dict):
                 texts |= {f"topic:{topic}": text for topic, text in ast.literal_eval(node.value).items()}
-    seen: set[str] = set()
-    documents = []
-    for name in sorted((name for name in texts if name_hash(name) < end), key=lambda name: (name_hash(name), name)):
-        fresh: list[str] = []
-        for paragraph in texts[name].split("\n\n"):
-            key = " ".join(paragraph.split())
-            if len(key) < PARAGRAPH_LENGTH or key not in seen:
-                fresh.append(paragraph)
-            seen.add(key)
-        if text := "\n\n".join(fresh).strip():
-            documents.append(NamedText(name, text))
-    return documents
+    documents = [NamedText(name, text) for name, text in texts.items() if name_hash(name) < end]
+    return without_repeats(sorted(documents, key=lambda document: (name_hash(document.name), document.name)))
 
 
 def collect_split(split: Split) -> list[NamedText]:
@@ -141,3 +130,19 @@ def comments(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
         if len(text := "\n".join(block).strip()) >= COMMENT_LENGTH:
             yield number - len(block), text
         block = []
+
+
+def without_repeats(documents: Iterable[NamedText]) -> list[NamedText]:
+    """Remove paragraphs that have occurred before, and documents that then have no paragraphs."""
+    seen: set[str] = set()
+    kept = []
+    for document in documents:
+        fresh: list[str] = []
+        for paragraph in document.text.split("\n\n"):
+            key = " ".join(paragraph.split())
+            if len(key) < PARAGRAPH_LENGTH or key not in seen:
+                fresh.append(paragraph)
+            seen.add(key)
+        if text := "\n\n".join(fresh).strip():
+            kept.append(NamedText(document.name, text))
+    return kept
