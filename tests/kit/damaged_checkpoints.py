@@ -28,7 +28,7 @@ def resealed(cache: Path, change: Callable[[dict[str, Tensor]], object]) -> None
     change(tensors)
     save_file(tensors, path, metadata={CACHE_KEY: identity})
     index = json.loads((cache / INDEX).read_text())
-    index["sha256"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    index["sha256"][shard_name(0)] = hashlib.sha256(path.read_bytes()).hexdigest()
     (cache / INDEX).write_text(json.dumps(index))
 
 

@@ -24,6 +24,8 @@ from stillhouse.parallel import Degrees, temporary_groups
 MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
 #: its frequencies depend on the number of tokens of pretraining, and it scales the products of queries and keys
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+#: every second layer has a window of 5 tokens; only messages.yaml names it
+WINDOWS = {"use_sliding_window": True, "layer_types": 2 * ["full_attention", "sliding_attention"]}
 
 
 @dataclass(frozen=True)

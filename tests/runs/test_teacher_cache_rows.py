@@ -10,7 +10,7 @@ import pytest
 import torch
 from artefacts.write_artefacts import ARTEFACTS
 from kit.damaged_checkpoints import resealed
-from kit.runs import refused_changes, run, session_of, write_run
+from kit.runs import run, session_of, write_run
 from torch import Tensor
 
 from stillhouse.signals import SignalCache
@@ -49,9 +49,45 @@ def changed(name: str, value: int, at: int = 0) -> Callable[[dict[str, Tensor]],
     return lambda tensors: tensors[name].view(-1).__setitem__(at, value)
 
 
-@pytest.mark.parametrize(("damage", "message"), refused_changes("rows of a cache"))
-def test_rows_that_no_teacher_gives_are_refused(folder: Path, tmp_path: Path, damage: str, message: str) -> None:
-    kind, change = eval(damage)
+DAMAGE: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
+    "truncated pairs": ("packed sampled", emptied("pairs"), "'pairs' ends before the last row"),
+    "lost numbers": ("packed sampled", emptied("distinct"), "'distinct' ends before the last row"),
+    "lost offsets": ("packed sampled", emptied("pair_offsets"), "is damaged"),
+    "a larger number": ("packed sampled", changed("distinct", 51), "'distinct' has 51 ids in a row of 50 draws"),
+    "another number": (
+        "packed sampled",
+        changed("distinct", 1),
+        "is damaged|do not add up|twice|do not fit|not in the vocabulary",
+    ),
+    "foreign pairs": (
+        "packed sampled",
+        lambda tensors: tensors["pairs"].zero_(),
+        "an id twice in a row|do not add up",
+    ),
+    "pairs of ones": ("packed sampled", lambda tensors: tensors["pairs"].fill_(255), "not in the vocabulary"),
+    "offsets back": ("packed sampled", changed("pair_offsets", 0, 1), "'pair_offsets' of document 0 does not fit"),
+    "counts of fewer draws": ("sampled", changed("counts", 0), "do not fit|do not add up"),
+    "one count more": ("sampled", lambda tensors: tensors["counts"][0, :1].add_(1), "add up to 50 draws"),
+    "an id beyond": ("sampled", changed("ids", 999), "not in the vocabulary of"),
+    "an id beyond of top-k": ("top_k", changed("ids", 999), "not in the vocabulary of"),
+    "an id beyond of packed top-k": ("packed top_k", changed("ids", 255), "not in the vocabulary|an id twice"),
+    "truncated ids": ("packed top_k", emptied("ids"), "'ids' ends before the last row"),
+    "narrower ids": (
+        "packed top_k",
+        lambda tensors: tensors.update(ids=tensors["ids"][:, :-1].contiguous()),
+        "expected .rows, ",
+    ),
+    "an id twice": ("top_k", lambda tensors: tensors["ids"][0].fill_(3), "an id twice in a row"),
+    "a positive number": ("top_k", lambda tensors: tensors["log_probs"][0, 0].fill_(0.5), "a positive number"),
+    "another temperature": ("top_k", lambda tensors: tensors["log_probs"].mul_(0.5), "do not add up to 1"),
+    "a known label": ("label", lambda tensors: tensors["log_probs"][:, -1].fill_(-0.1), "do not add up to 1"),
+    "NaN": ("packed top_k", lambda tensors: tensors["tail_log_prob"].fill_(torch.nan), "has NaN"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_rows_that_no_teacher_gives_are_refused_by_name(folder: Path, tmp_path: Path, damage: str) -> None:
+    kind, change, message = DAMAGE[damage]
     copied = Path(shutil.copytree(folder / kind, tmp_path / "copied"))
     resealed(copied, change)
     with pytest.raises(ValueError, match=rf"00000\.safetensors.*({message})"):
