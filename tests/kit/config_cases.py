@@ -13,11 +13,11 @@ from stillhouse.config import ConfigError, RunConfig, load_config
 LEAST = {"student": {"model": "s"}, "data": {"train": "d.jsonl"}, "out": "o"}
 MISTAKES = YAML(typ="safe").load(Path(__file__).with_name("config_errors.yaml").read_text(encoding="utf-8"))
 #: the lists of tests/kit/messages.yaml, and of a folder's own messages.yaml
-MESSAGES = {
-    subject: calls
-    for path in sorted(Path(__file__).parents[1].glob("*/messages.yaml"))
-    for subject, calls in YAML(typ="safe").load(path.read_text(encoding="utf-8")).items()
-}
+MESSAGES: dict[str, list[dict[str, str]]] = {}
+for path in sorted(Path(__file__).parents[1].glob("*/messages.yaml")):
+    lists = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    assert MESSAGES.keys().isdisjoint(lists), f"{path} has a subject of another file"
+    MESSAGES |= lists
 
 
 def refused_calls(subject: str) -> list[Any]:

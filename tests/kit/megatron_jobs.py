@@ -68,8 +68,10 @@ def against_one_rank(
         load(model, weights, layout)
         made = actual(model)
         least = 1e-3 * torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-        summed = sum_shared(model, layout).items()
-        return wanted, made, {name: apart(grad, gradients[name], least) for name, grad in summed if name in gradients}
+        errors = {}
+        for name, grad in sum_shared(model, layout).items():
+            errors[name] = apart(grad, gradients.get(name, torch.zeros_like(weights[name])), least)
+        return wanted, made, errors
 
 
 def compare_log_probs(rank: Rank, layout: Layout) -> tuple[float, float]:

@@ -11,14 +11,67 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kit.toy_tokenizer import CHAT_TEMPLATES, toy_tokenizer
+from kit.toy_tokenizer import toy_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from stillhouse.data import LoadOptions, load_documents
 
+_SYSTEM = "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+
+def _chat(call: str, *, between: str = "\n", before: str = "") -> str:
+    """A template whose turns are `<|im_start|>role … <|im_end|>`. call: how it writes `call.function`."""
+    calls = f"{{% for call in message.tool_calls %}}{call}{{{{ '' if loop.last else '{between}' }}}}{{% endfor %}}"
+    return (
+        _SYSTEM + "{% for message in messages %}{% if message.role == 'tool' %}"
+        "{% if loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+        "{{ '\n<tool_response>\n' + message.content + '\n</tool_response>' }}"
+        "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}{% else %}"
+        "{{ '<|im_start|>' + message.role + '\n' + (message.content or '') }}{% if message.tool_calls %}"
+        + before
+        + calls
+        + "{% endif %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        + _PROMPT
+    )
+
+
+_JSON = "{{ '{\"name\": \"' + call.function.name + '\", \"arguments\": ' + call.function.arguments | tojson + '}' }}"
+HERMES = _chat("{{ '<tool_call>\n' }}" + _JSON + "{{ '\n</tool_call>' }}")
+XML = _chat(
+    "{{ '<tool_call>\n<function=' + call.function.name + '>\n' }}"
+    "{% for name, value in call.function.arguments.items() %}"
+    "{% set is_json = value is mapping or value is sequence and value is not string %}"
+    "{% set text = value | tojson if is_json else value | string %}"
+    "{{ '<parameter=' + name + '>\n' + text + '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>' }}"
+)
+LLAMA = (
+    "{% for message in messages %}{% if message.tool_calls %}{% if message.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call at a time') }}{% endif %}{% endif %}{% endfor %}"
+) + _chat(_JSON.replace("arguments\\\": '", "parameters\\\": '").replace('"arguments": ', '"parameters": '))
+MISTRAL = _chat(_JSON, between=", ", before="{{ '[TOOL_CALLS] [' }}").replace(
+    "{% endfor %}{% endif %}{{ '<|im_end|>", "{% endfor %}{{ ']' }}{% endif %}{{ '<|im_end|>"
+)
+MISTRAL_ARGS = _chat(
+    "{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}", between=""
+)
+HARMONY = (
+    _SYSTEM + "{% for message in messages %}{% if message.role == 'tool' %}"
+    "{{ '<|start|>functions.' + message.name + ' to=assistant<|channel|>commentary<|message|>' + "
+    "message.content | tojson + '<|end|>' }}"
+    "{% elif message.tool_calls %}{% set call = message.tool_calls[0].function %}"
+    "{{ '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' + "
+    "call.arguments | tojson + '<|call|>' }}{% elif message.role == 'assistant' %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|return|>' }}{% else %}"
+    "{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
 #: by the beginning of the title of their format
-TEMPLATES: dict[str, str] = CHAT_TEMPLATES["tools"]
-HERMES, XML, LLAMA, *_, HARMONY = TEMPLATES.values()
+TEMPLATES = {
+    "JSON in <tool_call>": HERMES, "<function=…> in <tool_call>": XML, "a JSON object with name": LLAMA,
+    "a JSON list after [TOOL_CALLS]": MISTRAL, "[ARGS] after [TOOL_CALLS]": MISTRAL_ARGS,
+    "to=functions": HARMONY,
+}  # fmt: skip
 
 
 def tool_tokenizer(template: str = HERMES, *added: str) -> PreTrainedTokenizerFast:

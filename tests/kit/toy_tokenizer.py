@@ -7,10 +7,8 @@ those of later turns, even if they are empty.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
-from ruamel.yaml import YAML
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,9 +21,30 @@ TEXT = [
 ]
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
 
-CHAT_TEMPLATES = YAML(typ="safe").load(Path(__file__).with_name("chat_templates.yaml").read_text(encoding="utf-8"))
-TEMPLATES: dict[str, str] = CHAT_TEMPLATES["toy"]
-PLAIN_TEMPLATE, GENERATION_TEMPLATE, REASONING_TEMPLATE = TEMPLATES.values()
+_TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+PLAIN_TEMPLATE = "{% for message in messages %}" + _TURN + "{% endfor %}" + _PROMPT
+GENERATION_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}"
+    "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}{% else %}"
+    + _TURN
+    + "{% endif %}{% endfor %}"
+    + _PROMPT
+)
+REASONING_TEMPLATE = (
+    "{% set last = namespace(question=-1) %}{% for message in messages %}{% if message.role == 'user' %}"
+    "{% set last.question = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for message in messages %}{% set is_answer = message.role == 'assistant' %}"
+    "{% set parts = message.content.split('</think>') if is_answer else [message.content] %}"
+    "{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if is_answer and loop.index0 > last.question %}"
+    "{% set thoughts = message.reasoning_content or (parts[0] | replace('<think>', '') if parts[1:] else '') %}"
+    "{{ '<think>\n' + thoughts | trim + '\n</think>\n' }}{% endif %}"
+    "{{ parts[-1] }}{% if message.tool_calls %}{{ '\n\n' if parts[-1] else '' }}"
+    "{{ '<tool>' + message.tool_calls[0].function.name + '</tool>' }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}" + _PROMPT
+)
+TEMPLATES = {"plain": PLAIN_TEMPLATE, "generation": GENERATION_TEMPLATE, "reasoning": REASONING_TEMPLATE}
 Chat = Literal["plain", "generation", "reasoning"]
 
 
