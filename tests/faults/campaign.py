@@ -5,6 +5,7 @@
 
 import argparse
 import collections
+import math
 import os
 import random
 import shutil
@@ -25,6 +26,15 @@ from kit.runs import contents, metrics
 LIMIT = 150
 #: size of a full disk after it was enlarged
 DISK = 64_000_000
+#: the values of the log that depend on time
+TIMED = (
+    "seconds",
+    "speed/step_seconds",
+    "speed/tokens_per_second",
+    "speed/sampled_tokens_per_second",
+    "speed/reward_seconds",
+    "speed/waiting",
+)
 
 
 @dataclass(frozen=True)
@@ -98,8 +108,7 @@ Fault = Callable[[Any, Path, random.Random], tuple[Ranks, str]]
 
 def figures(out: Path) -> list[dict[str, Any]]:
     """Return the log's record of each step, without the values that depend on time."""
-    timed = ("seconds", "speed/")
-    return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in metrics(out)]
+    return [{key: value for key, value in line.items() if key not in TIMED} for line in metrics(out)]
 
 
 def ended(ranks: Ranks) -> list[int]:
@@ -190,17 +199,25 @@ class Campaign:
         seed: int,
         names: Sequence[str],
         root: Path,
+        minutes: float = math.inf,
+        only: Sequence[str] = (),
     ) -> list[Trial]:
-        """Try `count` faults, of each case in turn all of its faults."""
-        draw, trials = random.Random(seed), list[Trial]()
+        """Try `count` faults, of each case in turn all of its faults or those in `only`; none after `minutes`."""
+        draw, end = random.Random(seed), time.monotonic() + 60 * minutes
+        trials: list[Trial] = []
         for place, name in enumerate(names):
+            if time.monotonic() > end:
+                break
             case = self.prepare(name, root)
             try:
                 for number in range(place, count, len(names)):
-                    fault = case.faults[(number // len(names) + place) % len(case.faults)]
+                    faults = [fault for fault in case.faults if fault in only] or case.faults
+                    fault = faults[(number // len(names) + place) % len(faults)]
                     out = case.folder / f"out-{number}"
                     trials.append(attempt(case, self.faults, fault, out, random.Random(draw.random())))
                     self.show(trials, count)
+                    if time.monotonic() > end:
+                        break
             finally:
                 case.close()
         return trials
@@ -216,29 +233,33 @@ class Campaign:
         parser = argparse.ArgumentParser(description=about.partition("\n")[0])
         parser.add_argument("--faults", type=int, default=count)
         parser.add_argument("--seed", type=int, default=0)
+        parser.add_argument("--minutes", type=float, default=math.inf, help="start no trial after this many minutes")
+        parser.add_argument("--only", nargs="*", default=(), choices=sorted(self.faults), help="faults to try")
         parser.add_argument(f"--{plural}", dest="names", nargs="*", default=names, choices=names)
         parser.add_argument("--out", type=Path, help="result file (JSON)")
-        given = parser.parse_args()
+        arguments = parser.parse_args()
         started, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="stillhouse-chaos-"))
         try:
-            trials = self.run(given.faults, given.seed, given.names, root)
+            trials = self.run(
+                arguments.faults, arguments.seed, arguments.names, root, arguments.minutes, arguments.only
+            )
         finally:
             shutil.rmtree(root, ignore_errors=True)
         for fault, counts in table(trials, "fault").items():
             print(f"{fault:<18}" + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
-        if given.out is not None:
+        if arguments.out is not None:
             from record import write_result
 
             content = {
                 "faults": len(trials),
-                "seed": given.seed,
+                "seed": arguments.seed,
                 "minutes": round((time.monotonic() - started) / 60, 1),
                 "outcomes": dict(collections.Counter(trial.outcome for trial in trials)),
                 "by_fault": table(trials, "fault"),
                 f"by_{plural.removesuffix('s')}": table(trials, "case"),
                 "trials": [asdict(trial) for trial in trials],
             }
-            write_result(given.out, content)
+            write_result(arguments.out, content)
         sys.exit(any(trial.outcome not in self.good for trial in trials))
 
 

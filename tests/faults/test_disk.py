@@ -58,7 +58,11 @@ def skip_space_check() -> None:
 
 def ended(folder: Path, out: Path, processes: int, hook: Callable[[], None] | None = None) -> tuple[list[int], str]:
     """Return the exit codes of a run, and rank 0's errors."""
-    ranks = Ranks(processes, "distill", folder / "run.yaml", f"out={out}", hook=hook)
+    arguments = ["distill", folder / "run.yaml", f"out={out}"]
+    if processes == 1:
+        command = Command(*arguments, hook=hook)
+        return [command.wait()], command.err
+    ranks = Ranks(processes, *arguments, hook=hook)
     return ranks.wait(), ranks[0].err
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +54,21 @@ def foreign(folder: Path, known: bool) -> Path:
     }
     edit(folder / "config.json", auto_map=classes, model_type="llama" if known else "foreign")
     return folder
+
+
+@pytest.mark.slow
+def test_code_that_comes_with_a_model_is_not_run_whatever_is_answered(tmp_path: Path) -> None:
+    folder = foreign(tmp_path / "foreign", known=False)
+    write_run(tmp_path, teacher=False)
+    ended = subprocess.run(
+        [sys.executable, "-m", "stillhouse", "check", str(tmp_path / "run.yaml"), f"student.model={folder}"],
+        input="y\n" * 20, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode
+    assert "[y/N]" not in ended.stdout + ended.stderr
+    assert "error: " in ended.stderr
+    assert not (folder / MARKER).exists()
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -2,10 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from kit.damaged_checkpoints import BEFORE, NEWEST, interrupted, zeroed
 from kit.ranks import Ranks
 from kit.runs import Command, contents, metrics, run, save_model, write_run
@@ -60,8 +58,9 @@ def replace_base(step: int, folder: str) -> None:
 
 def test_a_base_that_is_replaced_while_its_adapter_is_trained(tmp_path: Path) -> None:
     write_run(tmp_path, **{"student.adapter": {"r": 4}})
-    arguments = (3, str(tmp_path / "student"))
-    failed = Command("distill", tmp_path / "run.yaml", hook=replace_base, hook_arguments=arguments)
+    failed = Command(
+        "distill", tmp_path / "run.yaml", hook=replace_base, hook_arguments=(3, str(tmp_path / "student"))
+    )
     assert failed.wait() == 1
     assert failed.err.startswith(f"error: student: the files of {tmp_path}/student have changed since this run was")
     assert not (tmp_path / "out" / "model").exists()
@@ -75,6 +74,15 @@ def test_a_checkpoint_on_another_disk(complete_run: Path, tmp_path: Path) -> Non
     run("distill", complete_run / "run.yaml", f"out={out}")
     assert contents(out / "model") == contents(complete_run / "out" / "model")
     assert len(metrics(out)) == len(metrics(complete_run / "out"))
+
+
+def test_an_edited_configuration_is_another_run(complete_run: Path, tmp_path: Path) -> None:
+    """The edited file is the run's config.yaml, so only the checkpoint can show the difference."""
+    out = interrupted(complete_run, tmp_path)
+    path = out / "config.yaml"
+    path.write_text(path.read_text().replace("learning_rate: 0.001", "learning_rate: 0.003"))
+    refused = run("distill", path, f"out={out}", code=1)
+    assert f"error: the configuration has changed since {out}/checkpoints/{NEWEST} was written" in refused.err
 
 
 def test_a_run_whose_initial_checkpoint_is_gone_or_damaged(complete_run: Path, tmp_path: Path) -> None:
@@ -94,34 +102,25 @@ def test_a_run_whose_initial_checkpoint_is_gone_or_damaged(complete_run: Path, t
     assert contents(tmp_path / "out" / "model") == contents(complete_run / "out" / "model")
 
 
-def edited_configuration(out: Path) -> str:
-    """The edited file is the run's config.yaml, so only the checkpoint can show the difference."""
-    path = out / "config.yaml"
-    path.write_text(path.read_text().replace("learning_rate: 0.001", "learning_rate: 0.003"))
-    return f"error: the configuration has changed since {out}/checkpoints/{NEWEST} was written"
-
-
-def cut_configuration(out: Path) -> str:
-    """`best` names no metric, and `out` is missing."""
-    path, last = out / "config.yaml", "best: eval/cross_en"
-    path.write_text(path.read_text().partition(last)[0] + last)
-    return f"error: out: {out} does not contain a run of this version of stillhouse: {path} cannot be read as a confi"
-
-
-def two_damaged_checkpoints(out: Path) -> str:
+def test_two_damaged_checkpoints_are_not_moved(complete_run: Path, tmp_path: Path) -> None:
+    out = interrupted(complete_run, tmp_path)
     for name in (BEFORE, NEWEST):
         zeroed(out / "checkpoints" / name)
-    return "there is no earlier checkpoint: choose another folder as out to start again"
-
-
-@pytest.mark.parametrize("damage", [edited_configuration, cut_configuration, two_damaged_checkpoints])
-def test_a_damaged_run_is_refused_and_stays_as_it_is(
-    complete_run: Path, tmp_path: Path, damage: Callable[[Path], str]
-) -> None:
-    out = interrupted(complete_run, tmp_path)
-    message, before = damage(out), contents(out)
-    file = out / "config.yaml" if damage is edited_configuration else complete_run / "run.yaml"
-    refused = run("distill", file, f"out={out}", "checkpoint.fallback=true", code=1)
-    assert message in refused.err
-    assert refused.err.count("\n") == 1
+    before = contents(out)
+    refused = run("distill", complete_run / "run.yaml", f"out={out}", "checkpoint.fallback=true", code=1)
+    assert "there is no earlier checkpoint: choose another folder as out to start again" in refused.err
     assert contents(out) == before
+
+
+def test_a_configuration_with_several_faults_is_one_line(complete_run: Path, tmp_path: Path) -> None:
+    """The folder's config.yaml was cut, so that `best` names no metric and `out` is missing."""
+    out = interrupted(complete_run, tmp_path)
+    path = out / "config.yaml"
+    text = path.read_text()
+    path.write_text(text[: text.index("best: eval/cross_en") + len("best: eval/cross_en")])
+    refused = run("distill", complete_run / "run.yaml", f"out={out}", code=1)
+    assert refused.err.startswith(
+        f"error: out: {out} does not contain a run of this version of stillhouse: {path} cannot be read as a "
+        "configuration"
+    )
+    assert refused.err.count("\n") == 1

@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +108,18 @@ def test_an_out_that_holds_another_run(here: Path) -> None:
 def test_an_empty_folder_is_fine(here: Path) -> None:
     (here / "out").mkdir()
     run("distill", here / "run.yaml", "train.steps=1")
+
+
+@pytest.mark.slow
+def test_the_installed_module_does_it_too(here: Path) -> None:
+    """This test starts the module in a new process, as a shell does. Libraries print nothing."""
+    command = [sys.executable, "-m", "stillhouse", "distill", str(here / "run.yaml"), "train.steps=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("minimise 0.3 × cross-entropy + 0.7 × jsd(0.5) of teacher and student, ")
+    assert (here / "out" / "model" / "model.safetensors").exists()
+    assert done.stderr == ""
 
 
 def test_a_folder_that_another_process_is_writing_to(here: Path) -> None:

@@ -12,7 +12,23 @@ from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import Ranks, run_ranks
 from kit.runs import Command, contents, wait_for, write_run
 from kit.signal_hooks import signal_at
-from kit.user_functions import mark, named
+from kit.user_functions import (
+    computes,
+    control_c,
+    counts,
+    evaluates_for_ever,
+    fails_then,
+    gives_up,
+    half,
+    leaves_a_thread,
+    mark,
+    matches,
+    named,
+    raises_in_callback,
+    refuses_to_end,
+    remembers,
+    sleeps,
+)
 
 REWARDED = {"objective.loss": "policy_gradient + reverse_kl", "data.eval": 0}
 #: seconds after which a run with a function that does not return must have ended
@@ -51,12 +67,9 @@ def metric(context):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (REWARDED | {"rollout.reward": named("control_c")}, "control_c raises KeyboardInterrupt for the completion"),
-        (
-            {"rollout.environment": named("half"), "rollout.stop": ["e", "a"]},
-            "half gives a text with half of a surrog",
-        ),
-        ({"eval.callbacks": [named("raises_in_callback")]}, "raises_in_callback raises RuntimeError: at step 0\n"),
+        (REWARDED | {"rollout.reward": named(control_c)}, "control_c raises KeyboardInterrupt for the completion"),
+        ({"rollout.environment": named(half), "rollout.stop": ["e", "a"]}, "half gives a text with half of a surrog"),
+        ({"eval.callbacks": [named(raises_in_callback)]}, "raises_in_callback raises RuntimeError: at step 0\n"),
     ],
 )
 def test_a_run_ends_with_one_line_and_the_users_frames(
@@ -79,11 +92,11 @@ def test_a_run_ends_with_one_line_and_the_users_frames(
 @pytest.mark.parametrize(
     ("settings", "processes"),
     [
-        ({"rollout.environment": "failing:Game", "rollout.reward": named("counts"), "rollout.schedule": "async"}, 1),
+        ({"rollout.environment": "failing:Game", "rollout.reward": named(counts), "rollout.schedule": "async"}, 1),
         slow({"rollout.reward": "failing:reward", "rollout.schedule": "one_step_off"}, 1),
         slow({"rollout.reward": "failing:reward", "rollout.workers": 2, "rollout.schedule": "one_step_off"}, 2),
-        slow({"rollout.environment": "failing:Game", "rollout.reward": named("counts")}, 2),
-        slow({"rollout.reward": named("counts"), "eval.callbacks": ["failing:metric"], "eval.every": 2}, 2),
+        slow({"rollout.environment": "failing:Game", "rollout.reward": named(counts)}, 2),
+        slow({"rollout.reward": named(counts), "eval.callbacks": ["failing:metric"], "eval.every": 2}, 2),
     ],
 )
 def test_a_function_that_fails_costs_no_step(
@@ -120,11 +133,12 @@ def test_a_function_that_fails_costs_no_step(
 def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
     tmp_path: Path, schedule: str, processes: int
 ) -> None:
-    functions = {"rollout.reward": named("counts"), "rollout.environment": named("echo")}
-    settings = REWARDED | functions | {"rollout.stop": ["e", "a"], "rollout.schedule": schedule}
+    functions = {"rollout.reward": named(counts), "rollout.environment": named(remembers)}
+    settings = (
+        REWARDED | functions | {"rollout.stop": ["e", "a"], "rollout.schedule": schedule, "checkpoint.every": 2}
+    )
     # every prompt comes several times
-    settings |= {"rollout.prompts_per_step": 8, "parallel.fsdp": processes, "checkpoint.every": 2}
-    write_on_policy_run(tmp_path, **settings)
+    write_on_policy_run(tmp_path, **settings, **{"rollout.prompts_per_step": 8, "parallel.fsdp": processes})
     arguments = ("distill", tmp_path / "run.yaml")
     run_ranks(processes, *arguments, f"out={tmp_path / 'undisturbed'}")
     killed = Ranks(processes, *arguments, hook=signal_at, hook_arguments=(3, signal.SIGKILL))
@@ -137,12 +151,12 @@ def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
 @pytest.mark.parametrize(
     ("function", "after", "processes"),
     [
-        ("matches", 0, 1),
-        *(slow(function, 3, 1) for function in ("gives_up", "sleeps", "computes", "fails_then")),
-        *(slow(function, 0, 2) for function in ("matches", "refuses_to_end")),
+        (matches, 0, 1),
+        *(slow(function, 3, 1) for function in (gives_up, sleeps, computes, fails_then)),
+        *(slow(function, 0, 2) for function in (matches, refuses_to_end)),
     ],
 )
-def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: str, after: int, processes: int) -> None:
+def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: Any, after: int, processes: int) -> None:
     """Afterwards the run goes on as if nothing had happened. Only a function that catches everything costs the steps
     since the last checkpoint. A line names a function that takes long, also one that holds Python's lock."""
     settings = REWARDED | {"rollout.reward": named(function), "rollout.schedule": "one_step_off"}
@@ -157,7 +171,9 @@ def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: str, after:
         wait_for(lambda: len(rollout_figures(out)) >= after if (out / "metrics.jsonl").exists() else False)
         Path(f"{hangs}.warm").touch()
     wait_for(hangs.exists)
-    late = rf"warning: rollout\.reward: {named(function)} has run for 0\.3 s for the completion .*train\.jsonl:\d"
+    late = (
+        rf"warning: rollout\.reward: {named(function)} has run for 0\.3 s for the completion .* of .*train\.jsonl:\d"
+    )
     wait_for(lambda: re.search(late, ranks[0].err) is not None)
     ranks.send(signal.SIGTERM)
     started = time.monotonic()
@@ -166,7 +182,7 @@ def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: str, after:
     assert codes[0] == 128 + signal.SIGTERM, ranks.texts
     assert "Traceback" not in ranks.err
     assert f"a second signal ends the run at once; rollout.reward: {named(function)} is running\n" in ranks[0].err
-    if function == "refuses_to_end":
+    if function is refuses_to_end:
         assert f"rollout.reward: {named(function)} does not return; stopped by SIGTERM" in ranks[0].err
     else:
         assert codes == [128 + signal.SIGTERM] * processes, ranks.texts
@@ -179,20 +195,22 @@ def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: str, after:
 
 @pytest.mark.slow
 def test_check_names_the_reward_that_runs_at_a_signal(tmp_path: Path) -> None:
-    write_on_policy_run(tmp_path, **REWARDED | {"rollout.reward": named("sleeps")})
+    write_on_policy_run(tmp_path, **REWARDED | {"rollout.reward": named(sleeps)})
     hangs = tmp_path / "hangs"
     Path(f"{hangs}.warm").touch()
     command = Command("check", tmp_path / "run.yaml", hook=mark, hook_arguments=(str(hangs),))
     wait_for(hangs.exists)
     command.send(signal.SIGINT)
     assert command.wait() == 130
-    assert command.err.endswith(f" starts again; rollout.reward: {named('sleeps')} was running\n")
+    assert command.err.endswith(f" starts again; rollout.reward: {named(sleeps)} was running\n")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_signal_ends_a_callback_that_hangs_and_the_evaluation_is_repeated(tmp_path: Path, processes: int) -> None:
-    settings = {"eval.callbacks": [named("evaluates_for_ever")], "eval.every": 2, "eval.task_tokens": 4}
+def test_a_signal_ends_a_callback_that_hangs_and_the_next_start_repeats_the_evaluation(
+    tmp_path: Path, processes: int
+) -> None:
+    settings = {"eval.callbacks": [named(evaluates_for_ever)], "eval.every": 2, "eval.task_tokens": 4}
     write_run(tmp_path, **settings, **{"checkpoint.every": 0, "parallel.fsdp": processes})
     arguments, hangs = ("distill", tmp_path / "run.yaml"), tmp_path / "hangs"
     hook: dict[str, Any] = {"hook": mark, "hook_arguments": (str(hangs),)}
@@ -210,8 +228,10 @@ def test_a_signal_ends_a_callback_that_hangs_and_the_evaluation_is_repeated(tmp_
 
 @pytest.mark.slow
 def test_a_thread_that_hangs_does_not_keep_a_complete_run(tmp_path: Path) -> None:
-    write_on_policy_run(tmp_path, **REWARDED | {"rollout.reward": named("leaves_a_thread"), "train.steps": 1})
+    write_on_policy_run(tmp_path, **REWARDED | {"rollout.reward": named(leaves_a_thread), "train.steps": 1})
     command = Command("distill", tmp_path / "run.yaml")
     assert command.wait() == 0
-    assert command.err.startswith("warning: the process ends, although these threads have not ended by them")
+    assert command.err.startswith(
+        "warning: the process ends, although these threads have not ended by themselves: 'checker'"
+    )
     assert (tmp_path / "out" / "model").is_dir()

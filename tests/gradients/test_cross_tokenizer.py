@@ -219,6 +219,7 @@ def test_a_whole_run_which_is_resumed_to_the_same_weights(folder: Path, tmp_path
     )
     resumed = run("distill", folder / "run.yaml", f"out={killed}")
     assert f"resuming from {killed}/checkpoints/step-00000002\n" in resumed.out
+    assert (killed / "model" / "model.safetensors").is_file()
     assert contents(killed / "model") == contents(uninterrupted / "model")
 
 

@@ -31,6 +31,7 @@ from stillhouse.objective import (
     Signal,
     Term,
     TopK,
+    linear_log_probs,
     linear_objective,
     logits_objective,
     reverse_kl,
@@ -313,6 +314,7 @@ def test_the_ratios_of_sequences_are_gspos() -> None:
     (code,) = (block for block in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "def gspo_loss" in block)
     names: dict[str, Any] = {}
     exec(code, names)
+    assert linear_log_probs is names["linear_log_probs"]
     sequence_T, advantages_N = torch.arange(T) // 13, torch.tensor([0.7, -1.1, 0.4], dtype=torch.float64)
     old_T, tokens_N = old_log_probs(1.0) * 0.9, torch.bincount(sequence_T[HAS_LABEL])
     leaves, of_page = trainable(make_leaves()), trainable(make_leaves())

@@ -12,6 +12,7 @@ from kit.family_steps import plain
 from kit.runs import MAX_TOKENS, forward_backward, metrics, save_model, session_of, write_records
 from kit.tensors import assert_near
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from stillhouse.data import MicroBatch, PackedSequences, StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
@@ -70,7 +71,7 @@ def test_a_steps_gradient_is_the_plain_one(tmp_path: Path, dtype: str, micro: in
     assert len(batches) == 4 // micro
     assert 0 < count < sum(batch.input_ids_BS.numel() for batch in batches) / 2
     loss, gradients = gradients_of(session, batches)
-    expected_loss, expected = plain(session, tmp_path, "float64")
+    expected_loss, expected = plain(session, tmp_path, "float64", AutoModelForCausalLM.from_pretrained)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     single, total = (1e-10, 1e-10) if dtype == "float64" else (1e-5, 2e-6)
     assert_near(gradients, expected, single)

@@ -1,6 +1,6 @@
 """Runs of any causal families, and the loss and gradients that plain transformers has for their first step."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,11 @@ def of_pair(folder: Path, student: str, teacher: str, **settings: Any) -> Sessio
     return session_of(folder, **{"train.micro_batch_tokens": 128} | settings)
 
 
-def plain(session: Session, folder: Path, dtype: str = "float32") -> tuple[float, dict[str, Tensor]]:
+def plain(
+    session: Session, folder: Path, dtype: str = "float32", load: Callable[..., Any] = load_causal_lm
+) -> tuple[float, dict[str, Tensor]]:
     """Return loss and gradients of the first step: 0.3 cross-entropy + 0.7 JSD(0.5), a document at a time."""
-    student, teacher = (load_causal_lm(folder / name, dtype=dtype) for name in ("student", "teacher"))
+    student, teacher = (load(folder / name, dtype=dtype) for name in ("student", "teacher"))
     documents, losses = session.data.train.documents, []
     for sequence in np.concatenate(session.schedule.step_schedule.micro_batches(session.data.train, 0).rows):
         for document in session.data.train.members(sequence):

@@ -68,6 +68,7 @@ def against_one_rank(
         load(model, weights, layout)
         made = actual(model)
         least = 1e-3 * torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+        assert weights.keys() - gradients.keys() <= {"output_layer.weight"}
         errors = {}
         for name, grad in sum_shared(model, layout).items():
             errors[name] = apart(grad, gradients.get(name, torch.zeros_like(weights[name])), least)
@@ -315,7 +316,10 @@ def sum_shared(model: GPTModel, layout: Layout) -> dict[str, Tensor]:
     """Return gradients by the whole model's names, summed over ranks as `finalize_model_grads` of Megatron does."""
     gradients = {}
     for name, parameter in model.named_parameters():
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        grad = parameter.grad
+        if grad is None:
+            assert name == "output_layer.weight", name  # a function of the hidden states does not use the head
+            grad = torch.zeros_like(parameter)
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
         if layout.tied and layout.pipeline > 1 and "embedding" in full_name(name, layout) and "position" not in name:

@@ -313,6 +313,7 @@ def run(
 @contextmanager
 def rebuilt_terms() -> Iterator[None]:
     """Compute the rows of a chunk as on a GPU, from terms that are rebuilt from its tensors."""
+    assert "cpu" not in compiled.ROW_DEVICES
     compiled.ROW_DEVICES.add("cpu")
     try:
         yield

@@ -32,7 +32,7 @@ def echo(prompt: str, completion: str, record: dict[str, Any]) -> str | None:
 
 def misbehave() -> None:
     """Do once what the file says."""
-    path = Path(os.environ.get(FAULT, "nowhere"))
+    path = Path(os.environ[FAULT])
     if not path.exists():
         return
     kind = path.read_text()
@@ -72,7 +72,7 @@ def _workers() -> dict[int, int]:
 
 
 def named(function: Any) -> str:
-    return f"{__name__}:{getattr(function, '__name__', function)}"
+    return f"{__name__}:{function.__name__}"
 
 
 def control_c(*_: Any) -> float:
@@ -95,6 +95,12 @@ def counts(prompt: str, completion: str, record: dict[str, Any], turns: Any = ()
     record.pop("completion", None)
     replies = [turn.pop("text") for turn in turns if turn["role"] == "environment"]
     return float(len(completion) * len(record["seen"]) + sum(map(len, replies)))
+
+
+def remembers(prompt: str, completion: str, record: dict[str, Any]) -> str | None:
+    """An environment that changes its record."""
+    record["turns"] = record.get("turns", 0) + 1
+    return None if completion.count("!") >= 2 else record["turns"] * " no!"
 
 
 class Remembers:
