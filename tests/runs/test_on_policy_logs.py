@@ -130,7 +130,9 @@ def test_check_calls_each_function_of_the_run_once(tmp_path: Path, served: list[
         ("eval.callbacks=[HERE:perplexity]", "eval.callbacks: HERE:perplexity raises ZeroDivisionError: "),
         slow("rollout.environment=HERE:Refuses", "rollout.environment: HERE:Refuses.step raises RuntimeError: no mo"),
         slow("eval.prompts.reward=HERE:fails", "eval.prompts.reward: HERE:fails raises KeyError: 'answer' for the"),
-        slow("checkpoint.best=eval/text", "checkpoint.best: got eval/text, but the evaluation of step 0 has only"),
+        slow(
+            "checkpoint.best=eval/text", "checkpoint.best: got eval/text, but the evaluation of step 0 has only eval/"
+        ),
     ],
 )
 def test_check_fails_with_a_function_as_the_run_would(
