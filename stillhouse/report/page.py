@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from stillhouse.display import escaped
+from stillhouse.display import duration, escaped
 from stillhouse.output.metrics import LENGTH, TASK, known_metric
 from stillhouse.report.curves import Chart, draw_charts
 from stillhouse.report.run_files import Run, read_run
@@ -162,7 +162,7 @@ def _template() -> Template:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    filters = {"duration": _duration, "mean_kl": mean_kl, "pieces": pieces, "shade_class": shade_class}
+    filters = {"duration": duration, "mean_kl": mean_kl, "pieces": pieces, "shade_class": shade_class}
     environment.filters |= filters | {"shown_tokens": shown_tokens, "step_summary": step_summary}
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.get_template("report.html.jinja")
@@ -205,7 +205,8 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     steps = [f"{line.step:,}" if line else None for line in last]
     counts = [line.values.get("tokens") if line else None for line in last]
     tokens = [None if count is None else f"{count:,.0f}" for count in counts]
-    seconds = [_duration(line.values.get("seconds")) if line else None for line in last]
+    times = [line.values.get("seconds") if line else None for line in last]
+    seconds = [None if time is None else duration(time) for time in times]
     results = []
     if any(run.has_held_out_data for run in runs):
         results = [figure(key) for key in ("eval/cross_entropy", "eval/forward_kl", "eval/agreement")]
@@ -257,16 +258,6 @@ def _plain(value: object) -> str:
     if isinstance(value, list):
         return "\n".join(map(_plain, value))
     return escaped(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value), lines=True)
-
-
-def _duration(seconds: float | None) -> str | None:
-    if seconds is None:
-        return None
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
 
 
 ABSENT, NULL = "not set", "null"
