@@ -61,9 +61,7 @@ def load_best(session: Session, folder: RunFolder, progress: Progress, log: RunL
         log.print_line(f"step {progress.step}: training ended early: {ended_early(settings.best, patience)}")
     with ranks.all_raise(ValueError):
         if is_first():
-            path, damage = best_checkpoint(
-                checkpoints(folder.checkpoints), settings.best, settings.greater_is_better
-            )
+            path, damage = best_checkpoint(checkpoints(folder.checkpoints), settings.best, settings.greater_is_better)
             if damage:
                 raise DamagedCheckpointError(
                     "the best checkpoint, whose weights become the final model, is not known: "
@@ -78,5 +76,7 @@ def load_best(session: Session, folder: RunFolder, progress: Progress, log: RunL
     if checkpoint.state.progress.step == progress.step:
         return progress
     best_progress = load_checkpoint(checkpoint, session.models.engine)
-    log.print_line(f"the final model has the weights of step {best_progress.step}, which has the best {settings.best}")
+    log.print_line(
+        f"the final model has the weights of step {best_progress.step}, which has the best {settings.best}"
+    )
     return best_progress

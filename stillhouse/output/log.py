@@ -137,7 +137,10 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def _time_left(self, step: int) -> str:
         """The time that the remaining steps will take, in words."""
-        remaining, words = self._steps - step + self._later_steps, "left for all runs" if self._later_steps else "left"
+        remaining, words = (
+            self._steps - step + self._later_steps,
+            "left for all runs" if self._later_steps else "left",
+        )
         done = step - self._first - 1  # the first step does not count, because it compiles functions
         if done <= 0 and remaining:
             return f"? {words}"

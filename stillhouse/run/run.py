@@ -340,8 +340,8 @@ def steps_in_words(schedule: StepSchedule, max_tokens: int, rollout: RolloutPlan
     """Describe the number of steps and the content of a step. max_tokens: the most tokens of a packed sequence."""
     if rollout is None:
         return (
-            f"{schedule.steps:,}, each with {schedule.sequences_per_step} sequences of at most {max_tokens:,} tokens; "
-            f"sequences in a micro-batch: {schedule.rows_per_micro_batch}"
+            f"{schedule.steps:,}, each with {schedule.sequences_per_step} sequences of at most {max_tokens:,} tokens, "
+            f"{schedule.rows_per_micro_batch} per micro-batch"
         )
     shares = sorted({source.share for source in rollout.prompts.sources})
     share = " to ".join(f"{share:.0%}" for share in dict.fromkeys((shares[0], shares[-1])))

@@ -39,8 +39,7 @@ def run_demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: flo
         settings = text_settings(out, steps) | {"objective": {"loss": loss}, "out": str(out / name), "seed": seed}
         settings["train"]["learning_rate"] = learning_rate
         configs[name] = load_config(None, settings=settings)
-    parameters = {TEACHER: parameter_count(TEACHER), out / "student": parameter_count(out / "student")}
-    print(introduction(*parameters.values(), steps))
+    print(introduction(parameter_count(TEACHER), parameter_count(out / "student"), steps))
     for number, (name, config) in enumerate(configs.items(), start=1):
         print(f"\nrun {number} of {len(configs)}, {config.out}: {PURPOSES[name]}")
         distill(config, later_steps=steps * (len(configs) - number))
@@ -80,11 +79,10 @@ def parameter_count(model: Path) -> int:
 def introduction(teacher: int, student: int, steps: int) -> str:
     """Describe the demo before its runs. teacher, student: the numbers of parameters. steps: the steps of a run."""
     return (
-        f"The demo trains a small language model, the student, with {student:,} parameters, on documentation of "
-        "Python.\n"
-        f"It trains the same new student twice, {steps:,} steps each: first on the text alone, then with a teacher of "
-        f"{teacher:,} parameters,\nwhich was trained on other documentation. At the end, it compares both students on "
-        "text that no model has seen."
+        f"The demo trains a small language model, the student, with {student:,} parameters, on Python's documentation.\n"
+        f"It trains the same new student twice, {steps:,} steps each: first on the text alone, then with a teacher.\n"
+        f"The teacher has {teacher:,} parameters and was trained on other parts of the documentation. At the end, the\n"
+        "demo compares both students on text that no model has seen."
     )
 
 
