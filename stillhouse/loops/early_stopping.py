@@ -40,8 +40,8 @@ def is_best(session: Session, folder: RunFolder, progress: Progress) -> bool:
     if result is None:
         raise ConfigError(
             "eval.patience",
-            f"got {patience}, but the evaluation of step {progress.step} has no {settings.best}: expected null, or one "
-            f"of its metrics in checkpoint.best: {', '.join(progress.metrics)}",
+            f"got {patience}, but the evaluation of step {progress.step} has no {settings.best}: expected null, or a "
+            f"metric of the evaluation in checkpoint.best: {', '.join(progress.metrics)}",
         )
     progress.without_best = 0 if result else progress.without_best + 1
     return result

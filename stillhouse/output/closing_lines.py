@@ -46,7 +46,7 @@ def _result(lines: Sequence[MetricsLine], key: str, greater: bool | None) -> str
 
 
 def next_commands(run: Path, held_out: str) -> str:
-    """Return the commands with which a user continues after a run. held_out: a file of documents for an evaluation."""
+    """Return the commands that use a run's student. held_out: a file of documents for an evaluation."""
     folder = shlex.quote(str(run))
     return "\n  ".join(
         [

@@ -52,13 +52,14 @@ class Chart:
 
     @property
     def constants(self) -> dict[tuple[int, str], float]:
-        """The value of each series, by its run and side, if every series has several points and one value; else {}."""
-        values = {
-            (curve["run"], curve["side"]): [v for v in curve["values"] if v is not None] for curve in self.series
-        }
-        if any(len(points) < 2 or min(points) < max(points) for points in values.values()):
-            return {}
-        return {key: points[0] for key, points in values.items()}
+        """The value of each series, by its run and side, if every series has several equal points; else {}."""
+        constants = dict[tuple[int, str], float]()
+        for curve in self.series:
+            points = [value for value in curve["values"] if value is not None]
+            if len(points) < 2 or min(points) < max(points):
+                return {}
+            constants[curve["run"], curve["side"]] = points[0]
+        return constants
 
 
 def constant_in_words(chart: Chart, names: Sequence[str]) -> str:

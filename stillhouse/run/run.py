@@ -339,10 +339,8 @@ def _add_trained_ends(models: Models, data: Data, rollout: RolloutPlan | None) -
 def steps_in_words(schedule: StepSchedule, max_tokens: int, rollout: RolloutPlan | None) -> str:
     """Describe the number of steps and the content of a step. max_tokens: the most tokens of a packed sequence."""
     if rollout is None:
-        return (
-            f"{schedule.steps:,}, each with {schedule.sequences_per_step} sequences of at most {max_tokens:,} tokens, "
-            f"{schedule.rows_per_micro_batch} per micro-batch"
-        )
+        sequences = f"{schedule.sequences_per_step} sequences of at most {max_tokens:,} tokens"
+        return f"{schedule.steps:,}, each with {sequences}, {schedule.rows_per_micro_batch} per micro-batch"
     shares = sorted({source.share for source in rollout.prompts.sources})
     share = " to ".join(f"{share:.0%}" for share in dict.fromkeys((shares[0], shares[-1])))
     return (

@@ -79,10 +79,10 @@ def parameter_count(model: Path) -> int:
 def introduction(teacher: int, student: int, steps: int) -> str:
     """Describe the demo before its runs. teacher, student: the numbers of parameters. steps: the steps of a run."""
     return (
-        f"The demo trains a small language model, the student, with {student:,} parameters, on Python's documentation.\n"
+        f"The demo trains a small language model, the student ({student:,} parameters), on Python's documentation.\n"
         f"It trains the same new student twice, {steps:,} steps each: first on the text alone, then with a teacher.\n"
-        f"The teacher has {teacher:,} parameters and was trained on other parts of the documentation. At the end, the\n"
-        "demo compares both students on text that no model has seen."
+        f"The teacher has {teacher:,} parameters and was trained on other parts of the documentation.\n"
+        "At the end, the demo compares both students on text that no model was trained on."
     )
 
 
