@@ -117,7 +117,7 @@ def test_the_card_states_where_the_student_is_from(trained: Path, tmp_path: Path
         "| held-out metric | step 0 | step 2 |",
         "The weights in this folder are bfloat16. Chat template: the student's own.",
         "Layout: 1 process.",
-        "stillhouse export out --step 2 --dtype bfloat16 --out FOLDER",
+        f"stillhouse export {trained}/out --step 2 --dtype bfloat16 --out FOLDER",
     ):
         assert text in card.text, text
     assert str(trained) not in card.content
@@ -145,7 +145,7 @@ def test_the_objective_in_the_card_is_that_of_the_configuration(trained: Path, t
     for out, made in ((trained / "out", "one"), (tmp_path / "run", "other")):
         export_run(out, tmp_path / made, None, ExportSettings())
     one, other = ((tmp_path / made / "README.md").read_text() for made in ("one", "other"))
-    assert other.replace("stillhouse export run", "stillhouse export out") == one
+    assert other.replace(f"stillhouse export {tmp_path}/run", f"stillhouse export {trained}/out") == one
     folder = tmp_path / "cached"
     folder.mkdir()
     config = write_run(folder, **{"train.steps": 1})
