@@ -1,8 +1,8 @@
 """The model card of an exported student: its teacher, its data and its results.
 
 The results and fingerprints come from the checkpoint, whose files match their hashes, and from the log, whose hash is
-in the checkpoint. The counts of documents come from data.json. Paths are shortened to their last part, except that
-of the run in the command of the export, which is as the user has typed it.
+in the checkpoint. The counts of documents come from data.json. Paths are shortened to their last part, except a
+relative path of the run in the command of the export.
 """
 
 import os

@@ -266,7 +266,9 @@ def _model_card(
     merge = {None: "", True: " --merge", False: " --adapter"}[settings.merge]
     dtype = "" if settings.dtype is None else f" --dtype {settings.dtype}"
     mtp = "" if settings.mtp else " --no-mtp"
-    command = f"stillhouse export {shlex.quote(str(run))} --step {progress.step}{merge}{dtype}{mtp} --out FOLDER"
+    # a relative path, so that the command can be pasted; the folders of an absolute path may be private
+    folder_name = shlex.quote(run.name if run.is_absolute() else str(run))
+    command = f"stillhouse export {folder_name} --step {progress.step}{merge}{dtype}{mtp} --out FOLDER"
     sizes: Counter[torch.dtype] = Counter()
     for tensor in stored_tensors(folder).values():
         sizes[tensor.properties.dtype] += tensor.size.numel()

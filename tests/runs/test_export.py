@@ -117,7 +117,7 @@ def test_the_card_states_where_the_student_is_from(trained: Path, tmp_path: Path
         "| held-out metric | step 0 | step 2 |",
         "The weights in this folder are bfloat16. Chat template: the student's own.",
         "Layout: 1 process.",
-        f"stillhouse export {trained}/out --step 2 --dtype bfloat16 --out FOLDER",
+        "stillhouse export out --step 2 --dtype bfloat16 --out FOLDER",
     ):
         assert text in card.text, text
     assert str(trained) not in card.content
@@ -137,6 +137,17 @@ def test_the_card_of_a_run_with_several_sets_has_their_metrics_without_their_cou
     assert not any("tokens" in row for row in rows)
 
 
+def test_the_command_in_the_card_can_be_pasted(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained.parent)
+    run("export", f"{trained.name}/out", "--out", tmp_path / "made")
+    assert (
+        f"    stillhouse export {trained.name}/out --step 4 --out FOLDER\n"
+        in (tmp_path / "made/README.md").read_text()
+    )
+
+
 def test_the_objective_in_the_card_is_that_of_the_configuration(trained: Path, tmp_path: Path) -> None:
     """Whatever environment.json says; with a cache, whose signal is only known from there, it must fit."""
     shutil.copytree(trained / "out", tmp_path / "run")
@@ -145,7 +156,7 @@ def test_the_objective_in_the_card_is_that_of_the_configuration(trained: Path, t
     for out, made in ((trained / "out", "one"), (tmp_path / "run", "other")):
         export_run(out, tmp_path / made, None, ExportSettings())
     one, other = ((tmp_path / made / "README.md").read_text() for made in ("one", "other"))
-    assert other.replace(f"stillhouse export {tmp_path}/run", f"stillhouse export {trained}/out") == one
+    assert other.replace("stillhouse export run", "stillhouse export out") == one
     folder = tmp_path / "cached"
     folder.mkdir()
     config = write_run(folder, **{"train.steps": 1})
