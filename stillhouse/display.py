@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 #: control characters (except tab and newline), line separators, text-direction controls, and surrogates
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -68,3 +69,20 @@ def first_line(error: BaseException) -> str:
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def model_folder_name(path: str) -> str:
+    """The name of a model's folder. For the final model or adapter of a run, such as runs/a/model, this is the name
+    of the run's folder.
+    """
+    *_, parent, name = "", *Path(path).parts
+    return parent if parent and name in ("model", "adapter") else name
+
+
+def duration(seconds: float) -> str:
+    """A time in words, such as "3 min 05 s"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"

@@ -28,6 +28,7 @@ def distill_command(arguments: tuple[str, ...], **flags: str | None) -> None:
     stillhouse distill run.yaml train.learning_rate=2e-5 train.steps=200
     """
     config = load_arguments(arguments, flags, ("data", "run"))
+    from stillhouse.output.closing_lines import next_commands
     from stillhouse.parallel import is_first
     from stillhouse.run.run import distill
 
@@ -35,6 +36,8 @@ def distill_command(arguments: tuple[str, ...], **flags: str | None) -> None:
     if is_first():
         report = registry.load("stillhouse.commands", "report")
         report.main(["--label", "report: ", "--", str(folder)], standalone_mode=False)
+        held_out = config.data.eval if isinstance(config.data.eval, str) else "held_out.jsonl"
+        print_escaped(next_commands(folder, held_out))
 
 
 @click.command()

@@ -17,7 +17,11 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 @click.command()
 @click.argument("path", type=_FOLDER, metavar="RUN_OR_CHECKPOINT")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the model.")
-@click.option("--step", metavar="N|best|last", help="Checkpoint of a run; best uses checkpoint.best. [default: last]")
+@click.option(
+    "--step",
+    metavar="N|best|last",
+    help="Checkpoint of a run; best uses checkpoint.best. [default: last, or best with eval.patience]",
+)
 @click.option(
     "--merge/--adapter",
     default=None,

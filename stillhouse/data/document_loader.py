@@ -204,8 +204,10 @@ class _Loader:
                 )
             raise ValueError("\n  ".join([text, *report.reasons]))
         tokens_N, targets_N = self.writer.arrays()
+        self.findings.add_duplicates(np.asarray(self.writer.keys, dtype=np.uint64), self.writer.sources)
         report = report.counted(self.writer.sources, len(tokens_N), targets_N.sum())
         report.trained_ends = sorted(self.findings.trained_ends)
+        report.duplicates, report.empty_answers = (self.findings.count(kind) for kind in ("duplicate", "empty"))
         report.warnings.extend(self.findings.warnings(report.source))
         report.warnings.extend(f"{report.source}: {line}" for line in self.template.warnings())
         return self.writer.documents(report, self.options.columns, self.prefix_templates, self.teachers)
@@ -234,7 +236,7 @@ class _Loader:
     def _rendered(self, record: Record, template: Template) -> _Waiting:
         fields, options = self._converted(record), self.options
         rendered = template.render(fields)
-        self.findings.add(rendered, record.where)
+        self.findings.add(rendered, fields, record.where)
         # The key is the first 64 bits of the sha256 of the used columns, with the hashes of files in place of paths.
         used = [*template.columns, *(column for column in template.extras if fields.get(column))]
         content = json.dumps(

@@ -29,4 +29,6 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             requests.build_next()  # before `update`, which waits for the device
             run.update(step, micro_batches, output)
             run.end(step, micro_batches, output)
+            if run.has_ended_early:
+                break
     return run.progress

@@ -60,5 +60,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             timeline.write(shown)
             times = {} if rollout.functions is None else rollout.functions.take_times()
             run.end(step, micro_batches, output, metrics.of(sampled, seconds, waited, times), seconds)
+            if run.has_ended_early:
+                break
         rollout.finish()
     return run.progress

@@ -35,6 +35,7 @@ from stillhouse.models import add_end_ids, eos_ids
 from stillhouse.models.document_packing import ROWS
 from stillhouse.models.pretrained import tower_warnings
 from stillhouse.models.vision_language import require_language_alone
+from stillhouse.output.closing_lines import closing_lines
 from stillhouse.output.disk import atomic_folder, file_names, hashes
 from stillhouse.output.folder import HASHES, RunFolder, environment, folder_lock, init_run_dir, require_intact_model
 from stillhouse.output.progress import Progress, folder_name
@@ -57,8 +58,10 @@ from stillhouse.run.teachers import require_signals
 from stillhouse.signals import SignalsLostError
 
 
-def distill(config: RunConfig) -> Path:
+def distill(config: RunConfig, *, later_steps: int = 0) -> Path:
     """Start or resume the run of a configuration, and return the run's folder. A complete run is not changed.
+
+    later_steps: the number of steps of the runs that follow this run; the printed time left includes them.
 
     Raises ConfigError for a mistake in the configuration, and ValueError for a mistake in the data or models. Until
     all checks have passed, nothing is written except the empty folder and the files of its lock.
@@ -71,7 +74,7 @@ def distill(config: RunConfig) -> Path:
     if all(ranks.gather(folder.complete)):
         return _report_complete(folder)
     require_writable(config.out)
-    session = build_session(setup, announce=is_first())
+    session = replace(build_session(setup, announce=is_first()), later_steps=later_steps)
     require_shared_folder(folder.path, ranks)
     with closing(session), folder_lock(folder.path) if is_first() else nullcontext():
         # another process may have written to the folder while this process loaded its models
@@ -141,6 +144,10 @@ def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: Intac
         if is_first():
             _write_model(setup, session, folder, progress)
         destroy_process_group()
+    if is_first():
+        checkpoint_config = session.schedule.checkpoint_config
+        for line in closing_lines(folder.metrics, checkpoint_config.best, checkpoint_config.greater_is_better):
+            log_rank0(line)
     log_rank0(f"model: {folder.model}")
 
 
@@ -186,7 +193,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     config, stores = setup.config, setup.stores
     loss = Loss(setup.objective.spec, setup.objective.in_words(stores))
     if announce:
-        print(escaped(loss.in_words, lines=True), flush=True)
+        print(escaped("\n  ".join(setup.objective.in_lines(stores)), lines=True), flush=True)
     preflight.check_before_loading(setup)
     _enter("reading the data", announce)
     torch.manual_seed(config.seed)
@@ -332,10 +339,8 @@ def _add_trained_ends(models: Models, data: Data, rollout: RolloutPlan | None) -
 def steps_in_words(schedule: StepSchedule, max_tokens: int, rollout: RolloutPlan | None) -> str:
     """Describe the number of steps and the content of a step. max_tokens: the most tokens of a packed sequence."""
     if rollout is None:
-        return (
-            f"{schedule.steps:,} of {schedule.sequences_per_step} sequences (at most {max_tokens:,} tokens each), "
-            f"{schedule.rows_per_micro_batch} per micro-batch"
-        )
+        sequences = f"{schedule.sequences_per_step} sequences of at most {max_tokens:,} tokens"
+        return f"{schedule.steps:,}, each with {sequences}, {schedule.rows_per_micro_batch} per micro-batch"
     shares = sorted({source.share for source in rollout.prompts.sources})
     share = " to ".join(f"{share:.0%}" for share in dict.fromkeys((shares[0], shares[-1])))
     return (

@@ -121,7 +121,17 @@ def test_the_live_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyP
     last = terminal.getvalue().rstrip().rpartition("\r")[2]
     assert "2/4" in last
     assert "10,000 tokens/s, total 1.5000, forward_kl 1.2500" in last
-    assert re.search(r"\d\d:\d\d<\d\d:\d\d", last), "expected the elapsed and the remaining time"
+    assert re.search(r"\[\d\d:\d\d\].*, \d\d:\d\d left$", last), "expected the elapsed and the remaining time"
+
+
+def test_the_time_left_includes_the_runs_that_follow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(RunFolder(tmp_path), Progress(), 2, [], later_steps=10**9) as log:
+        for step in (1, 2):
+            log.train(step, step, FIGURES)
+    last = capsys.readouterr().out.splitlines()[-1]
+    hours = re.search(r"(\d+):\d\d:\d\d left for all runs", last)
+    assert hours, last
+    assert int(hours[1]) > 0
 
 
 def test_without_a_terminal_some_steps_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +175,7 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
         r"data train +.*prompts.jsonl: 3 documents, ",
         r"data eval +.*eval.jsonl: 8 documents, ",
         r"packing +\d+ sequences, \d+% full",
-        r"steps +6 of 4 sequences \(at most 32 tokens each\), 2 per micro-batch",
+        r"steps +6, each with 4 sequences of at most 32 tokens, 2 per micro-batch",
         r"run folder +.*/out: a new run",
         r".*The still ⟦is heated</s>⟧",
         r"one step +[\d,]+ tokens in [\d.]+ s \([\d.]+ s the first time, when the loss is compiled\), loss [\d.]+",
