@@ -84,7 +84,7 @@ class Training:
     @property
     def has_ended_early(self) -> bool:
         """Whether eval.patience ends the training after this step."""
-        return has_ended_early(self.session, self.progress)
+        return has_ended_early(self.session.schedule, self.progress)
 
     @property
     def steps(self) -> range:
@@ -176,7 +176,7 @@ class Training:
         if self.greedy is not None:
             metrics |= self.greedy.evaluate(self.progress.step, metrics)
         self.progress.metrics = metrics  # at the end, so that a resumed run repeats an interrupted evaluation
-        has_new_best = is_best(session, self.folder, self.progress)
+        has_new_best = is_best(session.schedule, session.models.ranks, self.folder, self.progress)
         logged = {} if session.schedule.eval_config.patience is None else {WITHOUT_BEST: self.progress.without_best}
         self.log.evaluation(self.progress.step, self.progress.tokens, metrics | logged)
         return has_new_best
@@ -274,7 +274,7 @@ def training(
         stack.enter_context(finishing("this step and a checkpoint of it"))
         stack.enter_context(_saving_finished_steps(run))
         yield run
-        run.progress = load_best(session, folder, run.progress, log)
+        run.progress = load_best(session.schedule, session.models, folder, run.progress, log)
     watchdog.enter("the final model", timed=False)
 
 
