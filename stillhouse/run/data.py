@@ -42,6 +42,8 @@ from stillhouse.models import read_end_ids
 from stillhouse.signals import SignalStore
 from stillhouse.user_code.environment import environment_of
 
+#: the end of the warning about held-out documents that are also in the training data
+OVERLAP = "held-out metrics will look better than they are"
 #: the schemas of tools, or None without tools
 ToolSchemas = Sequence[dict[str, Any]] | None
 
@@ -81,8 +83,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     warnings += [warning for documents in splits.values() for warning in documents.report.warnings]
     if held_out is not None and (shared := held_out.overlap(train)):
         warnings.append(
-            f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
-            "held-out metrics will look better than they are"
+            f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: " + OVERLAP
         )
     # gaps are room for the longer texts of teachers in this job. With rollouts, weights select prompts, not sequences
     gaps = [section.partition(".")[2] for section in in_job] if fits_teachers else []
