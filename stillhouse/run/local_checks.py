@@ -8,7 +8,8 @@ need a model, a server or the hub are made later.
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -18,7 +19,9 @@ from stillhouse.config.errors import listed
 from stillhouse.config.model_folder import require_model, require_template
 from stillhouse.config.reward_sum import reward_parts
 from stillhouse.config.section import function_hint, text_list
-from stillhouse.data.read.data_source import require_source
+from stillhouse.data.read.data_source import first_records, require_source
+from stillhouse.data.read.foreign_columns import needed_columns
+from stillhouse.data.record import DataError, column_value, kept_value
 from stillhouse.user_code.environment import environments
 from stillhouse.user_code.function_files import require_in_file
 
@@ -30,7 +33,8 @@ Need = Literal["data", "run", "servers"]
 
 
 def check_local(config: RunConfig, needs: Collection[Need]) -> None:
-    """Raise one ConfigError with all mistakes in models and in the things that a command needs.
+    """Raise one ConfigError with all mistakes in models and in the things that a command needs. Then raise DataError
+    if the first record of a data file cannot be used.
 
     needs: "data" for data and functions, "run" for the run's folder and a layout, "servers" for servers, which
         must already listen.
@@ -79,6 +83,61 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
             mistakes.append(error)
     if mistakes:
         raise listed(mistakes)
+    if "data" in needs and data.on_error == "raise":
+        _require_first_records(config)
+
+
+def _require_first_records(config: RunConfig) -> None:
+    """Raise ValueError if the first record of a file cannot be read or has not the columns that the run needs."""
+    data, share, prompts = config.data, config.data.eval, config.eval.prompts
+    sources = [item.source for item in data.weighted_sources] or [str(data.train)]
+    for source, rollout in zip(sources, config.rollouts or [None] * len(sources), strict=True):
+        _require_columns(config, source, prompts=rollout is not None)
+        if rollout is not None and share and isinstance(share, float):
+            with held_out_needs_completions(share):
+                _require_columns(config, source, prompts=False)
+        elif rollout is not None and not rollout.is_on_student_alone:
+            _require_columns(config, source, prompts=False)
+    for source in [share] if isinstance(share, str) else data.eval_sets.values():
+        _require_columns(config, source, prompts=False)
+    if prompts is not None:
+        with as_config_error("eval.prompts.data"):
+            _require_columns(config, prompts.data, prompts=True)
+
+
+def _require_columns(config: RunConfig, source: str, *, prompts: bool) -> None:
+    """Raise ValueError if a local source is empty, or if the first record of one of its files cannot be read, lacks
+    columns of the form of the source's first record, or names no teacher of the run. prompts: whether only prompts
+    are read.
+    """
+    route = None if config.teachers is None else config.teachers.route
+    records, columns = first_records(source), None
+    if records == []:
+        raise ValueError(f"{source}: the dataset is empty")
+    for record in records or ():
+        try:
+            if record.problem:
+                raise ValueError(record.problem)
+            columns = columns or needed_columns(record.fields, prompts=prompts)
+            for column in columns:
+                column_value(record.fields, column)
+            if route is not None:
+                kept_value(record.fields, route, list(config.several))
+        except ValueError as error:
+            raise DataError(record.where, str(error)) from error
+
+
+@contextmanager
+def held_out_needs_completions(share: float) -> Iterator[None]:
+    """Convert a ValueError about training documents whose completions are not there, although some are held out."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(
+            "data.eval",
+            f"got {share:g}, but held-out metrics need completions: expected 0 for prompts only, or a source with "
+            f"completions ({error})",
+        ) from error
 
 
 def require_writable(out: str) -> None:
