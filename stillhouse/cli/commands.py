@@ -27,7 +27,7 @@ def distill_command(arguments: tuple[str, ...], **flags: str | None) -> None:
         --data train.jsonl --out runs/a
     stillhouse distill run.yaml train.learning_rate=2e-5 train.steps=200
     """
-    config = load_arguments(arguments, flags, ("data", "run"))
+    config = load_arguments(arguments, flags, ("data", "run", "servers of a new run"))
     from stillhouse.parallel import is_first
     from stillhouse.run.run import distill
 

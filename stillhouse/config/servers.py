@@ -38,6 +38,15 @@ class ServerKind:
     rounds_as_here: bool = False
     reward_schemes: tuple[str, ...] = ()
 
+    def require_server(self, url: str, token: str | None, seconds: float) -> None:
+        """Raise ValueError unless a server of this kind answers at `url`, or is still loading. Needs no torch.
+
+        token: the server's bearer token. seconds: the time limit.
+        """
+
+    def require_reward_server(self, url: str, token: str | None, seconds: float) -> None:
+        """Like `require_server`, for a server that gives rewards."""
+
     def open_engine(self, urls: list[str], sampling: Any, *, is_tied: bool, **options: Any) -> Any:
         """Connect to servers that generate completions; return a `RemoteEngine`. options: see `ServedEngine`.
 

@@ -2,17 +2,15 @@
 layout.
 
 A command makes these checks before it imports torch, so that a misspelt path is reported within a second. Checks that
-need a model, a server or the hub are made later.
+need a model or the hub are made later.
 """
 
 import os
-import socket
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from stillhouse.config import ConfigError, RunConfig, as_config_error
 from stillhouse.config.errors import listed
@@ -22,22 +20,22 @@ from stillhouse.config.section import function_hint, text_list
 from stillhouse.data.read.data_source import first_records, require_source
 from stillhouse.data.read.foreign_columns import needed_columns
 from stillhouse.data.record import DataError, column_value, kept_value
+from stillhouse.run.server_checks import server_mistakes
 from stillhouse.user_code.environment import environments
 from stillhouse.user_code.function_files import require_in_file
 
 Check = Callable[[Any], object]
-#: the time limit in seconds to reach a server
-_SECONDS = 5.0
 #: the things that a command needs in addition to models
-Need = Literal["data", "run", "servers"]
+Need = Literal["data", "run", "servers", "servers of a new run"]
 
 
 def check_local(config: RunConfig, needs: Collection[Need]) -> None:
     """Raise one ConfigError with all mistakes in models and in the things that a command needs. Then raise DataError
     if the first record of a data file cannot be used.
 
-    needs: "data" for data and functions, "run" for the run's folder and a layout, "servers" for servers, which
-        must already listen.
+    needs: "data" for data and functions, "run" for the run's folder and a layout, "servers" for servers, which must
+        already answer. "servers of a new run": the servers, unless the run has checkpoints. After a failure, they may
+        be started again at the same time as the run, which waits for them.
     """
     data, prompts, teachers = config.data, config.eval.prompts, config.teacher_sections
     models = {"student": config.student, **teachers}
@@ -64,11 +62,6 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
     if "run" in needs:
         checks.append(("out", require_writable, config.out))
         checks.append(("parallel", config.parallel.degrees, int(os.environ.get("WORLD_SIZE", "1"))))
-    if "servers" in needs:
-        urls = {f"{key}.url": teacher.urls for key, teacher in teachers.items()}
-        urls["rollout.url"] = [] if config.rollout is None else config.rollout.urls
-        checks += [(key, _require_server, url) for key, addresses in urls.items() for url in addresses]
-        checks += [(key, _require_server, part.name) for key, part in rewards if part.is_server]
     caches = [(f"{key}.cache", teacher.cache) for key, teacher in teachers.items() if teacher.cache]
     mistakes = [
         ConfigError(key, f"got {folder}, but there is no such folder")
@@ -81,6 +74,9 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
                 check(value)
         except ConfigError as error:
             mistakes.append(error)
+    is_new = not os.path.isdir(os.path.join(config.out, "checkpoints"))
+    if "servers" in needs or ("servers of a new run" in needs and is_new):
+        mistakes += server_mistakes(config)
     if mistakes:
         raise listed(mistakes)
     if "data" in needs and data.on_error == "raise":
@@ -159,16 +155,3 @@ def require_writable(out: str) -> None:
 
 def _require_function(path: str) -> None:
     require_in_file(path, function_hint(path))
-
-
-def _require_server(url: str) -> None:
-    """Raise ValueError unless a server listens at the address. A run has no such check: it waits for the server."""
-    address = urlsplit(url)
-    try:
-        port = address.port or (443 if address.scheme == "https" else 80)
-        socket.create_connection((address.hostname or "", port), timeout=_SECONDS).close()
-    except OSError as error:
-        raise ValueError(
-            f"got {url}, where no server can be reached now ({error.strerror or error}): start it before `stillhouse "
-            "check`, or correct the address; `stillhouse distill` waits for it"
-        ) from error

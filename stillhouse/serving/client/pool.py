@@ -34,9 +34,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 MAX_BAD_ANSWERS = 5
 #: seconds without an answer before a line is printed about the wait
 QUIET_SECONDS = 2.0
-#: statuses after which a request is repeated. `_BUSY`: the server is overloaded, restarts or has lost its backend.
+#: statuses after which a request is repeated. `BUSY`: the server is overloaded, restarts or has lost its backend.
 #: `_BROKEN`: the server could not process the request
-_BUSY, _BROKEN = frozenset({408, 425, 429, 502, 503, 504}), 500
+BUSY, _BROKEN = frozenset({408, 425, 429, 502, 503, 504}), 500
 _GIVEN_UP = "the request was given up, because the run ends"
 
 
@@ -210,6 +210,12 @@ class ServerPool:
         root, seconds = url.rstrip("/"), self.timeout if patience is None else patience
         return lambda path, body: self._wait(lambda: self._ask(root, path, body, seconds, most_bytes))
 
+    def get_once(self, url: str, path: str, seconds: float) -> HttpAnswer:
+        """Send one GET request to a server. Raises NoAnswerError if no complete answer arrives within `seconds`, and
+        ServerError for an answer that is too long or encoded.
+        """
+        return self._wait(lambda: self._one_answer(url, path, None, JSON, seconds, MOST_BYTES))
+
     def close(self) -> None:
         """End the requests in progress; later requests raise ServerError."""
 
@@ -250,18 +256,14 @@ class ServerPool:
         content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         kind = SAFETENSORS if isinstance(body, bytes) else JSON
         while True:
+            left = started + limit - time.monotonic()
             try:
-                async with asyncio.timeout(max(FIRST_PAUSE, started + limit - time.monotonic())):
-                    answer = await self._client.send(server, path, content, kind, most_bytes)
-                if answer.status not in _BUSY:
+                answer = await self._one_answer(server, path, content, kind, left, most_bytes)
+                if answer.status not in BUSY:
                     return answer
                 problem = f"{answer.status} {answer.message}"
-            except TimeoutError:
-                problem = "its answer does not end"
             except NoAnswerError as error:
                 problem = str(error)
-            except ValueError as error:
-                raise ServerError(f"{url}: {error}") from error
             waited = time.monotonic() - started
             if waited > patience:
                 raise UnreachableError(f"{url} has not answered for {patience:g} seconds ({problem})")
@@ -269,6 +271,17 @@ class ServerPool:
                 self._warn(f"waiting up to {patience:g} seconds for {url} ({problem})")
                 announced = True
             await asyncio.sleep(min(1.0, patience / 10))
+
+    async def _one_answer(
+        self, server: str, path: str, content: bytes | None, kind: str, seconds: float, most_bytes: int
+    ) -> HttpAnswer:
+        try:
+            async with asyncio.timeout(max(FIRST_PAUSE, seconds)):
+                return await self._client.send(server, path, content, kind, most_bytes)
+        except TimeoutError as error:
+            raise NoAnswerError("its answer does not end") from error
+        except ValueError as error:
+            raise ServerError(f"{server}{path}: {error}") from error
 
     async def _answered(self, call: ServerRequest[T], servers: Sequence[Server], timeout: float) -> T:
         """Send a request to one server after another until a server answers, and return the result."""
@@ -361,7 +374,7 @@ class ServerPool:
         finally:
             del server.limits[limit]
         problem = f"{answer.status} {answer.message}"
-        if answer.status in _BUSY:
+        if answer.status in BUSY:
             text = answer.headers.get("retry-after", "")
             pause = min(60.0, float(text)) if text.isdecimal() else 0.0 if answer.status == 429 else None
             raise _TryAgainError(problem, pause=pause)
