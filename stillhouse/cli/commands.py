@@ -39,10 +39,11 @@ def distill_command(arguments: tuple[str, ...], **flags: str | None) -> None:
 
 @click.command()
 @configured
-def check(arguments: tuple[str, ...], **flags: str | None) -> None:
+@click.option("--compile", "compiles", is_flag=True, help="Compile the step as a run does, which can take minutes.")
+def check(arguments: tuple[str, ...], *, compiles: bool, **flags: str | None) -> None:
     """Dry run of a configuration.
 
-    Checks models, tokenizers and data, and runs one step to show its memory and gradients; saves nothing.
+    Checks data, tokenizers and models, and runs one step to show its memory and gradients; saves nothing.
 
     \b
     stillhouse check run.yaml
@@ -51,7 +52,7 @@ def check(arguments: tuple[str, ...], **flags: str | None) -> None:
     config = load_arguments(arguments, flags, ("data", "run", "servers"))
     from stillhouse.tools.check import print_check
 
-    print_check(config)
+    print_check(config, compiles=compiles)
 
 
 @click.command()

@@ -1,7 +1,7 @@
 """The checks of a run that need more than its configuration, ordered by their cost.
 
-`build_session` calls `check_before_loading` first, and `check_models` after the models are loaded. So each error is
-reported as early as possible.
+`read_data` calls `check_before_loading` first, and `build_session` calls `check_models` after the models are loaded.
+So each error is reported as early as possible.
 """
 
 import importlib.util

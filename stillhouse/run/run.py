@@ -71,7 +71,7 @@ def distill(config: RunConfig) -> Path:
     if all(ranks.gather(folder.complete)):
         return _report_complete(folder)
     require_writable(config.out)
-    session = build_session(setup, announce=is_first())
+    session = build_session(setup, read_data(setup, announce=is_first()), announce=is_first())
     require_shared_folder(folder.path, ranks)
     with closing(session), folder_lock(folder.path) if is_first() else nullcontext():
         # another process may have written to the folder while this process loaded its models
@@ -178,21 +178,33 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
 
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or models.
     """
-    return build_session(RunSetup(with_precision(config)), announce=announce)
+    setup = RunSetup(with_precision(config))
+    return build_session(setup, read_data(setup, announce=announce), announce=announce)
 
 
-def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
-    """Like `prepare`, but for a setup. The configuration of the setup must be a result of `with_precision`."""
+def read_data(setup: RunSetup, *, announce: bool = True) -> Data:
+    """Make all checks that need no data and no models, and read the data. The first half of `prepare`.
+
+    setup: its configuration must be a result of `with_precision`.
+    """
     config, stores = setup.config, setup.stores
-    loss = Loss(setup.objective.spec, setup.objective.in_words(stores))
     if announce:
-        print(escaped(loss.in_words, lines=True), flush=True)
+        print(escaped(setup.objective.in_words(stores), lines=True), flush=True)
     preflight.check_before_loading(setup)
     _enter("reading the data", announce)
     torch.manual_seed(config.seed)
     if config.deterministic:
         use_deterministic_algorithms()
-    data = load_run_data(config, stores)
+    return load_run_data(config, stores)
+
+
+def build_session(setup: RunSetup, data: Data, *, announce: bool = True) -> Session:
+    """Load the models, and check them with the data. The second half of `prepare`.
+
+    data: the result of `read_data`.
+    """
+    config, stores = setup.config, setup.stores
+    loss = Loss(setup.objective.spec, setup.objective.in_words(stores))
     require_signals(stores, setup.teachers, setup.objective, data, setup.ranks)
     model_hashes = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **setup.model_hashes()}
     watchdog.enter("comparing data and models")
@@ -211,7 +223,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     if media_inputs is not None:
         data = media_kind(media_inputs.processor).with_models_proven(data, engine, source, stores)
     max_tokens, data = data.train.max_tokens, _in_rows(data, models, setup)
-    schedule, rollout = _schedule(data, setup)
+    schedule, rollout = make_schedule(data, setup)
     identity = _identity(setup, models, data, model_hashes)
     _add_trained_ends(models, data, rollout)
     decoders = {"student": models.student, **models.teachers}
@@ -253,7 +265,7 @@ def _in_rows(data: Data, models: Models, setup: RunSetup) -> Data:
     return data.sorted_by_length(capacity, max(config.data.max_tokens, config.eval.micro_batch_tokens or capacity))
 
 
-def _schedule(data: Data, setup: RunSetup) -> tuple[Schedule, RolloutPlan | None]:
+def make_schedule(data: Data, setup: RunSetup) -> tuple[Schedule, RolloutPlan | None]:
     """Return the steps of the run and the plan of the completions; the plan is None in a run on a fixed dataset."""
     config, layout, max_tokens, rollout = setup.config, setup.layout, data.train.max_tokens, None
     if config.rollout is None:

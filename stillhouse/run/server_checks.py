@@ -18,6 +18,8 @@ from stillhouse.config.servers import ServerKind, server_kinds, server_token
 
 #: the time limit in seconds for the answers of all servers, which are asked at the same time
 SECONDS = 5.0
+#: the additional seconds for the import of the client's libraries on a busy machine
+IMPORT_SECONDS = 2.0
 
 
 class _Server(NamedTuple):
@@ -40,12 +42,13 @@ def server_mistakes(config: RunConfig) -> list[ConfigError]:
     end = time.monotonic() + SECONDS
     # several sources of prompts can have the same reward
     servers = {(server.key, server.url): server for server in _servers(config)}
-    problems = {(key, url): f"got {url}, whose host is not found within {SECONDS:g} seconds" for key, url in servers}
+    silent = f"has not answered within {SECONDS:g} seconds: correct the address, or start the server first"
+    problems = {(key, url): f"got {url}, which {silent}" for key, url in servers}
     threads = [Thread(target=_ask, args=(server, end, problems), daemon=True) for server in servers.values()]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, end + 0.5 - time.monotonic()))
+        thread.join(max(0.0, end + IMPORT_SECONDS - time.monotonic()))  # finding a host has no limit of its own
     return [ConfigError(key, problem) for (key, _), problem in dict(problems).items() if problem]
 
 
@@ -99,5 +102,5 @@ def _require_listening(url: str, end: float) -> None:
     except OSError as error:
         raise ValueError(
             f"got {url}, where no server can be reached now ({error.strerror or error}): start it first, or correct "
-            "the address; a server that is still loading its model must at least answer 503, as `stillhouse serve` does"
+            "the address; a server that loads its model must already answer with 503, as `stillhouse serve` does"
         ) from error
