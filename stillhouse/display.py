@@ -46,6 +46,12 @@ def name_list(names: Iterable[object]) -> str:
     return ", ".join(shown + more) or "none"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun in the right form: "1 step", "2 steps", "2 batches"."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 def enumerated(names: Sequence[str], word: str) -> str:
     """Return the names separated by commas, with `word` (such as "or") instead of the last comma."""
     return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -10,7 +10,7 @@ import click
 
 from stillhouse import registry
 from stillhouse.cli.arguments import configured, load_arguments, quiet_libraries
-from stillhouse.display import print_escaped
+from stillhouse.display import counted, print_escaped
 from stillhouse.tasks import TASKS, TaskSpec, problem
 
 
@@ -186,12 +186,12 @@ def task(name: str, *, count: int, seed: int, lengths: str | None, held_out: boo
     spec = TaskSpec.of(name, lengths)
     if out.exists():
         raise ValueError(f"{out} exists: expected the name of a new file")
-    if not out.parent.is_dir():
-        raise ValueError(f"{out.parent} is not a folder: expected an existing folder for {out.name}")
     if out.suffix == ".parquet":
         raise ValueError(f"got --out {out} for task {name}: expected the name of a JSONL file")
-    from stillhouse.output.disk import replace_text
+    from stillhouse.output.disk import explained_write_errors, replace_text
 
+    with explained_write_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
     records = (problem(spec, seed, number, held_out=held_out).record(name) for number in range(count))
     replace_text(out, "".join(json.dumps(record) + "\n" for record in records))
-    print_escaped(f"{out}: {count:,} problems")
+    print_escaped(f"{out}: {counted(count, 'problem')}")

@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,7 +88,7 @@ def _require_first_records(config: RunConfig) -> None:
     """Raise ValueError if the first record of a file cannot be read or has not the columns that the run needs."""
     data, share, prompts = config.data, config.data.eval, config.eval.prompts
     sources = [item.source for item in data.weighted_sources] or [str(data.train)]
-    for source, rollout in zip(sources, config.rollouts or [None] * len(sources), strict=True):
+    for source, rollout in zip_longest(sources, config.rollouts):
         _require_columns(config, source, prompts=rollout is not None)
         if rollout is not None and share and isinstance(share, float):
             with held_out_needs_completions(share):

@@ -24,7 +24,7 @@ from stillhouse.checkpoint.resume import (
 from stillhouse.config import RolloutConfig, RunConfig, SourceConfig, as_config_error, dump_config
 from stillhouse.data import DataReport, Documents, save_tokenizer, text_fingerprint, tokenizer_fingerprint
 from stillhouse.data.media import media_kind
-from stillhouse.display import escaped, name_list
+from stillhouse.display import counted, escaped, name_list
 from stillhouse.engine.optimizer import stacked_vectors
 from stillhouse.engine.schedule import StepSchedule, make_on_policy_schedule, make_step_schedule, micro_batch_capacity
 from stillhouse.loops import off_policy, on_policy
@@ -344,8 +344,9 @@ def _add_trained_ends(models: Models, data: Data, rollout: RolloutPlan | None) -
 def steps_in_words(schedule: StepSchedule, max_tokens: int, rollout: RolloutPlan | None) -> str:
     """Describe the number of steps and the content of a step. max_tokens: the most tokens of a packed sequence."""
     if rollout is None:
+        sequences = counted(schedule.sequences_per_step, "sequence")
         return (
-            f"{schedule.steps:,} of {schedule.sequences_per_step} sequences (at most {max_tokens:,} tokens each), "
+            f"{schedule.steps:,} of {sequences} (at most {max_tokens:,} tokens each), "
             f"{schedule.rows_per_micro_batch} per micro-batch"
         )
     shares = sorted({source.share for source in rollout.prompts.sources})

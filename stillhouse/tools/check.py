@@ -22,7 +22,7 @@ from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
 from stillhouse.checkpoint.save import require_room
 from stillhouse.config import RunConfig, TeacherConfig
 from stillhouse.data import tokenizer_fingerprint
-from stillhouse.display import escaped, print_escaped
+from stillhouse.display import counted, escaped, print_escaped
 from stillhouse.engine.engine import Engine
 from stillhouse.loops.not_finite import not_finite_error
 from stillhouse.loops.prompt_evaluation import held_out_prompts, shared_prompts
@@ -154,7 +154,7 @@ def _size_rows(data: Data, schedule: Schedule, rollout: RolloutPlan | None) -> I
         filling = f"{data.train.filled_share:.0%} full"
         if data.by_length:
             filling = f"each with documents of similar lengths, {data.train.padding_share:.1%} padding in rows"
-        yield "packing", f"{len(data.train):,} sequences, {filling}"
+        yield "packing", f"{counted(len(data.train), 'sequence')}, {filling}"
     yield "steps", steps_in_words(schedule.step_schedule, data.train.max_tokens, rollout)
 
 
