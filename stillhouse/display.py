@@ -1,8 +1,14 @@
-"""Makes external text safe to print: shortens it and escapes characters that control the cursor or text direction."""
+"""Makes external text safe to print: shortens it and escapes characters that control the cursor or text direction.
 
+Also names a phase that takes long.
+"""
+
+import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Timer
 
 #: control characters (except tab and newline), line separators, text-direction controls, and surrogates
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -11,6 +17,8 @@ _CONTROLS_AND_LINES = re.compile(_CONTROLS.pattern[:-1] + "\n\t]")
 LINES, WIDTH = 20, 600
 #: the maximum number of names in a list, and of characters per name
 NAMES, NAME_WIDTH = 12, 60
+#: the seconds after which a phase is named
+SLOW_SECONDS = 1.0
 
 
 def escaped(text: str, *, lines: bool = False) -> str:
@@ -28,6 +36,19 @@ def print_escaped(text: object, *, err: bool = False) -> None:
     err: whether to print on stderr instead of stdout.
     """
     print(escaped(str(text), lines=True), file=sys.stderr if err else sys.stdout, flush=True)
+
+
+@contextmanager
+def named_if_slow(phase: str, show: Callable[[str], None] = print_escaped) -> Iterator[None]:
+    """If the block takes longer than `SLOW_SECONDS`, print the phase's name on rank 0. show: prints the line."""
+    timer = Timer(SLOW_SECONDS, show, [f"{phase} …"])
+    timer.daemon = True
+    if os.environ.get("RANK", "0") == "0":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def message(text: str) -> str:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from stillhouse.checkpoint.checkpoint_folder import ROLLOUTS, IntactCheckpoint, 
 from stillhouse.checkpoint.resume import RunIdentity
 from stillhouse.checkpoint.save import load_checkpoint, read_queue, require_room, save_checkpoint
 from stillhouse.config import ConfigError
+from stillhouse.display import named_if_slow
 from stillhouse.engine.engine import StepOutput
 from stillhouse.engine.schedule import learning_rate
 from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluation
@@ -35,6 +36,8 @@ from stillhouse.user_code.functions import UserFunctionError
 #: the suffix of the keys of the teacher's own cross-entropy, on all held-out data and on each set
 _TEACHER = "/teacher_cross_entropy"
 
+#: the phase of a first step in which functions are compiled
+FIRST_STEP = "the first forward and backward passes, for which the loss is compiled"
 #: a warning after a first step that changed no weight
 _NO_GRADIENT = (
     "warning: the gradient of step 1 is 0: a divergence is 0 between a model and itself (also if one has an adapter "
@@ -79,6 +82,10 @@ class Training:
         self._have_states = session.models.ranks.from_first(functions is not None and bool(functions.with_state))
         if self._have_states:
             self._record()
+
+    def named_at_first(self, step: int, phase: str) -> AbstractContextManager[None]:
+        """In the first step of this process, print the name of a phase if it takes long."""
+        return named_if_slow(phase, self.log.print_line) if step == self.steps.start else nullcontext()
 
     def begin(self, step: int) -> None:
         watchdog.enter(f"step {step + 1}")
@@ -250,7 +257,8 @@ def training(
             progress.data = progress.data | hashes
         run = Training(session, folder, progress, log, queue, functions, greedy)
         if is_due:
-            run.evaluate()
+            with named_if_slow("the first evaluation", run.log.print_line):
+                run.evaluate()
         stack.enter_context(finishing("this step and a checkpoint of it"))
         stack.enter_context(_saving_finished_steps(run))
         yield run

@@ -160,18 +160,20 @@ def load_later(gate: str) -> None:
     run_server.ServedTeacher = load  # type: ignore[assignment,misc]
 
 
+@pytest.mark.slow
 def test_check_waits_for_a_server_that_loads_its_model(tmp_path: Path) -> None:
     gate, port = tmp_path / "gate", free_port()
     url = f"http://127.0.0.1:{port}"
     write_run(tmp_path, **{"teacher.model": None, "teacher.url": url})
     arguments = ("serve", tmp_path / "teacher", "--port", str(port), "--device", "cpu")
     server = Command(*arguments, hook=load_later, hook_arguments=(str(gate),))
-    wait_for(lambda: is_loading(url))
+    wait_for(lambda: is_loading(url), 180)
     check = Command("check", tmp_path / "run.yaml")
-    wait_for(lambda: f"waiting up to 600 seconds for {url}/v1/info (503 the model is being loaded)" in check.out)
+    waiting = f"waiting up to 600 seconds for {url}/v1/info (503 the model is being loaded)"
+    wait_for(lambda: waiting in check.out, 180)
     assert check.process.is_alive()
     gate.touch()
-    assert check.wait(90) == 0, check.err
+    assert check.wait(180) == 0, check.err
     assert "gradient norm" in check.out
     server.process.terminate()
     assert server.wait() == 0

@@ -178,7 +178,12 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path, compiles: boo
         r"  entropy +gradient norm [\d.e-]+",
     ):
         assert re.search(f"^{line}", shown.out, re.MULTILINE), line
-    checked = shown.out.splitlines()
+    # on a busy machine, phases that take longer than a second are named, too
+    checked = [
+        line
+        for line in shown.out.splitlines()
+        if not line.startswith(("loading student", "loading teacher", "proving "))
+    ]
     stages = [number for number, line in enumerate(checked) if line.endswith(" …")]
     again = r"running the step again, with what was compiled in [\d.]+ s …"
     size, now = "running one step (sequences: 4, micro-batches: 2)", "the loss is" if compiles else "nothing is"

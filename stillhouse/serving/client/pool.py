@@ -203,18 +203,15 @@ class ServerPool:
         """Return a function that sends requests to one server, and repeats a request while the server starts or is
         busy.
 
-        patience: the seconds after which the function raises UnreachableError. If it is None, the pool's timeout is
-        used.
+        patience: the seconds after which the function raises UnreachableError; None: the pool's timeout.
         most_bytes: the maximum number of bytes of an answer.
         """
         root, seconds = url.rstrip("/"), self.timeout if patience is None else patience
         return lambda path, body: self._wait(lambda: self._ask(root, path, body, seconds, most_bytes))
 
     def get_once(self, url: str, path: str, seconds: float) -> HttpAnswer:
-        """Send one GET request to a server. Raises NoAnswerError if no complete answer arrives within `seconds`, and
-        ServerError for an answer that is too long or encoded.
-        """
-        return self._wait(lambda: self._one_answer(url, path, None, JSON, seconds, MOST_BYTES))
+        """Send one GET request. Raises NoAnswerError without a complete answer in time, ServerError for a wrong one."""
+        return self._wait(lambda: self._one_answer(url, path, None, JSON, seconds))
 
     def close(self) -> None:
         """End the requests in progress; later requests raise ServerError."""
@@ -256,8 +253,8 @@ class ServerPool:
         content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         kind = SAFETENSORS if isinstance(body, bytes) else JSON
         while True:
-            left = started + limit - time.monotonic()
             try:
+                left = started + limit - time.monotonic()
                 answer = await self._one_answer(server, path, content, kind, left, most_bytes)
                 if answer.status not in BUSY:
                     return answer
@@ -273,7 +270,7 @@ class ServerPool:
             await asyncio.sleep(min(1.0, patience / 10))
 
     async def _one_answer(
-        self, server: str, path: str, content: bytes | None, kind: str, seconds: float, most_bytes: int
+        self, server: str, path: str, content: bytes | None, kind: str, seconds: float, most_bytes: int = MOST_BYTES
     ) -> HttpAnswer:
         try:
             async with asyncio.timeout(max(FIRST_PAUSE, seconds)):
