@@ -179,11 +179,8 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path, compiles: boo
     ):
         assert re.search(f"^{line}", shown.out, re.MULTILINE), line
     # on a busy machine, phases that take longer than a second are named, too
-    checked = [
-        line
-        for line in shown.out.splitlines()
-        if not line.startswith(("loading student", "loading teacher", "proving "))
-    ]
+    slow_phases = ("loading student", "loading teacher", "proving ")
+    checked = [line for line in shown.out.splitlines() if not line.startswith(slow_phases)]
     stages = [number for number, line in enumerate(checked) if line.endswith(" …")]
     again = r"running the step again, with what was compiled in [\d.]+ s …"
     size, now = "running one step (sequences: 4, micro-batches: 2)", "the loss is" if compiles else "nothing is"

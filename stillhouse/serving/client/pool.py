@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from stillhouse.config.servers import ServerError
 from stillhouse.display import first_line
 from stillhouse.serving import JSON, SAFETENSORS
-from stillhouse.serving.client.http_client import MOST_BYTES, HttpAnswer, HttpClient, NoAnswerError
+from stillhouse.serving.client.http_client import BUSY, MOST_BYTES, HttpAnswer, HttpClient, NoAnswerError
 
 T = TypeVar("T")
 #: sends a request with a path and a body to one server, and returns the answer, even if its status is an error. The
@@ -34,9 +34,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 MAX_BAD_ANSWERS = 5
 #: seconds without an answer before a line is printed about the wait
 QUIET_SECONDS = 2.0
-#: statuses after which a request is repeated. `BUSY`: the server is overloaded, restarts or has lost its backend.
-#: `_BROKEN`: the server could not process the request
-BUSY, _BROKEN = frozenset({408, 425, 429, 502, 503, 504}), 500
+#: the status after which a request is repeated, although the server could not process it
+_BROKEN = 500
 _GIVEN_UP = "the request was given up, because the run ends"
 
 
@@ -49,9 +48,7 @@ class RefusedError(ValueError):
 
 
 class AskAgainError(ValueError):
-    """`ServerRequest.parse` raises this error for a complete answer that cannot be used. The request is sent again,
-    and the answer does not count as a failure of the server.
-    """
+    """`ServerRequest.parse` raises this for an unusable answer: the request is repeated; the server has not failed."""
 
 
 class _TryAgainError(Exception):
@@ -200,8 +197,7 @@ class ServerPool:
         return self._start(lambda: self._answered(call, self.servers, self.timeout))
 
     def asker(self, url: str, patience: float | None = None, most_bytes: int = MOST_BYTES) -> Ask:
-        """Return a function that sends requests to one server, and repeats a request while the server starts or is
-        busy.
+        """Return a function that sends requests to one server, and repeats them while the server starts or is busy.
 
         patience: the seconds after which the function raises UnreachableError; None: the pool's timeout.
         most_bytes: the maximum number of bytes of an answer.
@@ -210,7 +206,7 @@ class ServerPool:
         return lambda path, body: self._wait(lambda: self._ask(root, path, body, seconds, most_bytes))
 
     def get_once(self, url: str, path: str, seconds: float) -> HttpAnswer:
-        """Send one GET request. Raises NoAnswerError without a complete answer in time, ServerError for a wrong one."""
+        """Send a GET request once. Raises NoAnswerError without an answer in time, ServerError for an unusable one."""
         return self._wait(lambda: self._one_answer(url, path, None, JSON, seconds))
 
     def close(self) -> None:

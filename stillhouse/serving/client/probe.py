@@ -9,8 +9,8 @@ from contextlib import closing
 
 from stillhouse.config.servers import ServerError
 from stillhouse.display import enumerated
-from stillhouse.serving.client.http_client import HttpAnswer, NoAnswerError
-from stillhouse.serving.client.pool import BUSY, ServerPool
+from stillhouse.serving.client.http_client import BUSY, HttpAnswer, NoAnswerError
+from stillhouse.serving.client.pool import ServerPool
 from stillhouse.serving.client.server_kinds import HttpServer
 
 
