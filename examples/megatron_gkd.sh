@@ -18,7 +18,13 @@ servers=($!)
 CUDA_VISIBLE_DEVICES=$TEACHER_GPU stillhouse serve "$TEACHER" --port "$TEACHER_PORT" &
 servers+=($!)
 
-# the run waits until the servers have loaded their models
+# a server soon answers, with status 503 until it has loaded its model; the run waits for such a server
+for port in "$WRITER_PORT" "$TEACHER_PORT"; do
+    until curl --silent --output /dev/null "http://127.0.0.1:$port/healthz"; do
+        kill -0 "${servers[0]}" && kill -0 "${servers[1]}" || exit 1
+        sleep 1
+    done
+done
 CUDA_VISIBLE_DEVICES=$TRAINER_GPUS torchrun --nproc-per-node "$(wc -w <<<"${TRAINER_GPUS//,/ }")" -m stillhouse distill "$@" \
     student.model="$STUDENT" rollout.url="http://127.0.0.1:$WRITER_PORT" \
     teacher.model="$TEACHER" teacher.url="http://127.0.0.1:$TEACHER_PORT" &

@@ -5,7 +5,8 @@
 #   engine=$(sbatch --parsable examples/slurm_engine.sh Qwen/Qwen3-0.6B)
 #   sbatch --dependency=after:"$engine" examples/slurm.sh run.yaml rollout.engine=vllm rollout.weights=runs/weights \
 #       rollout.url="http://$(squeue --noheader --format=%N --job "$engine"):8001"
-# The second line needs the node of the first job, so wait until it runs. The run waits until the server answers.
+# The second line needs the node of the first job, so wait until it runs. A new run ends if its server does not answer
+# yet, so give the second line when `curl http://NODE:8001/health` answers. A requeued run waits for its server.
 #
 # One torchrun runs on each node, and all of them connect to the first node. After a requeue, the job resumes from
 # its newest checkpoint. Five minutes before the job's time limit, SLURM sends SIGTERM to the ranks, which finish

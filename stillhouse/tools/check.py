@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
 from stillhouse.checkpoint.save import require_room
-from stillhouse.config import RunConfig, TeacherConfig
-from stillhouse.data import tokenizer_fingerprint
+from stillhouse.config import RunConfig
 from stillhouse.display import counted, escaped, print_escaped
 from stillhouse.engine.engine import Engine
 from stillhouse.loops.not_finite import not_finite_error
@@ -36,7 +35,7 @@ from stillhouse.objective.sampled_tokens import ORIGINS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state
-from stillhouse.parallel import is_first
+from stillhouse.parallel import ShardedMicroBatches, is_first
 from stillhouse.parallel.apply.compiled_layers import layers_not_compiled
 from stillhouse.run.run import build_session, data_reports, make_schedule, read_data, steps_in_words
 from stillhouse.run.setup import RunSetup, with_precision
@@ -74,18 +73,24 @@ def print_check(config: RunConfig, *, compiles: bool = False) -> None:
     ):
         models, rollout, warned = session.models, session.rollout, {*map(escaped, data.warnings)}
         state, occupied = _folder_state(session, folder)
-        _print(_model_rows(models))
-        _print([_tokenizer_row(data.tokenizer, models.teacher_configs)])
+        _print(_model_rows(models, data.tokenizer, session.identity.models["tokenizer"]))
         _print(("warning", warning) for warning in session.warnings if warning not in warned)
-        if session.data.by_length:
-            _print(_size_rows(session.data, session.schedule, rollout))
+        if session.data.by_length:  # a model runs one document per row, so the rows above have changed
+            _print(_data_rows(session.data, session.schedule, rollout))
         if rollout is not None and (prompts := config.eval.prompts) is not None:
             held_out = held_out_prompts(models, session.data, rollout, prompts)
             warning = shared_prompts(session.data.train.documents, held_out)
             _print([] if warning is None else [("warning", warning)])
         _print([("device", f"{models.device}, {session.schedule.train_config.precision}")])
         _print([("run folder", f"{session.values['out']}: {state}")])
-        _print(_step_rows(session, folder, compiles=compiles))
+        try:
+            _print(_step_rows(session, folder, compiles=compiles))
+        except torch.OutOfMemoryError as error:
+            if compiles:
+                raise
+            first = str(error).partition("\n")[0]
+            advice = "nothing is compiled, which can need more memory: try `stillhouse check --compile`."
+            raise torch.OutOfMemoryError(f"{first} In this step, {advice}") from error
         _print(function_rows(session))
         if occupied is not None:
             raise occupied
@@ -111,7 +116,7 @@ def _print(rows: Iterable[Row]) -> None:
             print_escaped(row if isinstance(row, str) else f"{row[0]:<16}{escaped(row[1], lines=True)}")
 
 
-def _model_rows(models: Models) -> Iterator[Row]:
+def _model_rows(models: Models, tokenizer: PreTrainedTokenizerBase, tokenizer_hash: str) -> Iterator[Row]:
     for section, decoder in {"student": models.student, **models.teachers}.items():
         parameters = sum(map(element_count, decoder.parameters()))
         dtype = str(next(decoder.parameters()).dtype).removeprefix("torch.")
@@ -127,13 +132,10 @@ def _model_rows(models: Models) -> Iterator[Row]:
         yield from part.check_rows(models.student, models.student_config).items()
     if models.adapter_in_words is not None:
         yield "adapter", models.adapter_in_words
-
-
-def _tokenizer_row(tokenizer: PreTrainedTokenizerBase, teachers: Mapping[str, TeacherConfig]) -> Row:
-    same = ""
+    teachers, same = models.teacher_configs, ""
     if teachers and all(teacher.source_kind.compares_tokenizer for teacher in teachers.values()):
         same = f", the same for {'student and teacher' if 'teacher' in teachers else 'all models'}"
-    return "tokenizer", f"{len(tokenizer):,} tokens, hash {tokenizer_fingerprint(tokenizer)[:12]}{same}"
+    yield "tokenizer", f"{len(tokenizer):,} tokens, hash {tokenizer_hash[:12]}{same}"
 
 
 def _data_rows(data: Data, schedule: Schedule, rollout: RolloutPlan | None) -> Iterator[Row]:
@@ -141,21 +143,14 @@ def _data_rows(data: Data, schedule: Schedule, rollout: RolloutPlan | None) -> I
         yield f"data {which}", report.summary()
     if data.evaluation is None:
         yield "data eval", "no data is held out, so there will be no held-out metrics"
-    yield from _size_rows(data, schedule, rollout)
-    if rollout is not None:
-        yield from prompt_rows(rollout, schedule.steps)
-
-
-def _size_rows(data: Data, schedule: Schedule, rollout: RolloutPlan | None) -> Iterator[Row]:
-    """Yield the numbers of sequences and steps. They are printed again if a model runs one document per row, which is
-    known after it is loaded.
-    """
     if rollout is None:
         filling = f"{data.train.filled_share:.0%} full"
         if data.by_length:
             filling = f"each with documents of similar lengths, {data.train.padding_share:.1%} padding in rows"
         yield "packing", f"{counted(len(data.train), 'sequence')}, {filling}"
     yield "steps", steps_in_words(schedule.step_schedule, data.train.max_tokens, rollout)
+    if rollout is not None:
+        yield from prompt_rows(rollout, schedule.steps)
 
 
 def _sample_rows(data: Data, *, on_policy: bool) -> Iterator[Row]:
@@ -232,6 +227,12 @@ def _step_rows(session: Session, folder: RunFolder, *, compiles: bool) -> Iterat
         memory += f", when nothing is compiled (in a run, {compiled}: `stillhouse check --compile` measures this)"
     yield "one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}"
     yield "peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB"
+    yield from _loss_rows(session, micro_batches)
+
+
+def _loss_rows(session: Session, micro_batches: ShardedMicroBatches) -> Iterator[Row]:
+    """Run the step with each loss alone, and yield the loss's gradient norm; then a verdict about all of them."""
+    engine = session.models.engine
     losses = list(single_losses(engine))
     if len(losses) < 2:  # a single loss has the gradient of the whole step, which is already printed
         return

@@ -48,7 +48,7 @@ class RefusedError(ValueError):
 
 
 class AskAgainError(ValueError):
-    """`ServerRequest.parse` raises this for an unusable answer: the request is repeated; the server has not failed."""
+    """Raised by `ServerRequest.parse` for an unusable answer: the request is repeated, the server has not failed."""
 
 
 class _TryAgainError(Exception):
@@ -206,7 +206,7 @@ class ServerPool:
         return lambda path, body: self._wait(lambda: self._ask(root, path, body, seconds, most_bytes))
 
     def get_once(self, url: str, path: str, seconds: float) -> HttpAnswer:
-        """Send a GET request once. Raises NoAnswerError without an answer in time, ServerError for an unusable one."""
+        """Send one GET request. Raises NoAnswerError without an answer in time, ServerError for an unusable one."""
         return self._wait(lambda: self._one_answer(url, path, None, JSON, seconds))
 
     def close(self) -> None:
