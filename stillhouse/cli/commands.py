@@ -186,12 +186,14 @@ def task(name: str, *, count: int, seed: int, lengths: str | None, held_out: boo
     spec = TaskSpec.of(name, lengths)
     if out.exists():
         raise ValueError(f"{out} exists: expected the name of a new file")
+    existing = next(path for path in out.absolute().parents if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"got --out {out}, but {existing} is a file: expected a path in a folder")
     if out.suffix == ".parquet":
         raise ValueError(f"got --out {out} for task {name}: expected the name of a JSONL file")
-    from stillhouse.output.disk import explained_write_errors, replace_text
+    from stillhouse.output.disk import replace_text
 
-    with explained_write_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     records = (problem(spec, seed, number, held_out=held_out).record(name) for number in range(count))
     replace_text(out, "".join(json.dumps(record) + "\n" for record in records))
     print_escaped(f"{out}: {counted(count, 'problem')}")

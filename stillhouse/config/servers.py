@@ -68,6 +68,14 @@ def server_kinds() -> dict[str, Any]:
     return load_all(GROUP)
 
 
+def signal_kinds(api: str) -> list[Any]:
+    """The kinds that give a teacher's signals and that its key `api` allows. The kind with the most signals is the
+    first one, because a gateway may answer the routes of several kinds.
+    """
+    kinds = [kind for kind in server_kinds().values() if getattr(kind, "signals", ())]
+    return sorted((kind for kind in kinds if api in ("auto", kind.name)), key=lambda kind: -len(kind.signals))
+
+
 def reward_kinds() -> dict[str, ServerKind]:
     """The kinds that give rewards, by the schemes of their addresses."""
     return {scheme: kind for kind in server_kinds().values() for scheme in kind.reward_schemes}

@@ -6,15 +6,18 @@ A server that is busy or that loads its model passes, because a run waits for su
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from stillhouse.config.servers import ServerError
 from stillhouse.display import enumerated
 from stillhouse.serving.client.http_client import BUSY, HttpAnswer, NoAnswerError
 from stillhouse.serving.client.pool import ServerPool
-from stillhouse.serving.client.server_kinds import HttpServer
+
+if TYPE_CHECKING:
+    from stillhouse.serving.client.server_kinds import HttpServer
 
 
-def require_kind(url: str, kinds: Sequence[HttpServer], token: str | None, seconds: float) -> None:
+def require_kind(url: str, kinds: "Sequence[HttpServer]", token: str | None, seconds: float) -> None:
     """Raise ValueError unless the server at `url` is of one of these kinds, or answers that it is not ready yet.
 
     token: the server's bearer token. seconds: the time limit of all requests together.

@@ -30,7 +30,7 @@ from transformers import AutoConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.config import ConfigError, TeacherConfig, as_config_error
-from stillhouse.config.servers import server_token
+from stillhouse.config.servers import server_token, signal_kinds
 from stillhouse.data import DataError, Documents
 from stillhouse.data.media import MediaInputs
 from stillhouse.data.render.tokenizers import MAX_IDS
@@ -43,7 +43,6 @@ from stillhouse.parallel import is_first, log_rank0
 from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.pool import ServerPool, ServerRequest
 from stillhouse.serving.client.server_api import NeedsModelError, Scores, ServerApi, ServerInfo
-from stillhouse.serving.client.server_kinds import teacher_kinds
 from stillhouse.serving.client.signal_proof import Proof, prove
 from stillhouse.serving.image_support import positions_hash, require_accepted
 from stillhouse.serving.wire import HEAD_FILE
@@ -289,10 +288,10 @@ def _connected(
     pool: ServerPool, teacher: TeacherConfig, temperature: float, model_folder: Path | None
 ) -> RemoteSignals:
     urls = [server.url for server in pool.servers]
-    apis: Iterable[ServerApi] = (kind.api() for kind in teacher_kinds(teacher.api))
+    apis: Iterable[ServerApi] = (kind.api() for kind in signal_kinds(teacher.api))
     api = next((api for api in apis if teacher.api != "auto" or api.recognises(pool.asker(urls[0]))), None)
     if api is None:
-        names = ", ".join(kind.name for kind in teacher_kinds("auto"))
+        names = ", ".join(kind.name for kind in signal_kinds("auto"))
         raise ValueError(f"{urls[0]} is not a server of a known kind: expected {names}")
     for url in urls:
         if other := api.other_version(pool.asker(url)):

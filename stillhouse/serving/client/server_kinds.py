@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stillhouse.config.rule import Rule, excludes
-from stillhouse.config.servers import ServerKind, server_kinds, server_token
+from stillhouse.config.servers import ServerKind, server_token, signal_kinds
 from stillhouse.config.signal_source_kind import SourceKind
 
 
@@ -115,14 +115,6 @@ SGLANG = _KnownServer(
 )
 
 
-def teacher_kinds(api: str) -> list[Any]:
-    """The kinds of servers that a teacher's key `api` allows. The kind with the most signals is the first one,
-    because a gateway may answer the routes of several kinds.
-    """
-    kinds = [kind for kind in server_kinds().values() if getattr(kind, "signals", ())]
-    return sorted((kind for kind in kinds if api in ("auto", kind.name)), key=lambda kind: -len(kind.signals))
-
-
 class _Servers(SourceKind):
     def rules(self) -> Iterable[Rule]:
         yield excludes("teacher.dtype=float64", "teacher.url", expected="float32, bfloat16 or float16")
@@ -136,7 +128,7 @@ class _Servers(SourceKind):
         from stillhouse.serving.client.probe import require_kind
 
         token = server_token(f"{section}.token_variable", teacher.token_variable)
-        require_kind(url, teacher_kinds(teacher.api), token, seconds)
+        require_kind(url, signal_kinds(teacher.api), token, seconds)
 
     def open(self, section: str, teacher: Any, objective: Any, batch_tokens: int) -> Any:
         from stillhouse.serving.client.served_teacher import connect
