@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from kit import slow
 from kit.runs import contents, forward_backward, metrics, run, session_of, write_records, write_run
 from kit.toy_tokenizer import toy_tokenizer
 
+from stillhouse import display
 from stillhouse.config import load_config
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import RunLog
@@ -137,6 +139,18 @@ def test_without_a_terminal_some_steps_are_printed(tmp_path: Path, capsys: pytes
     assert last.endswith("reward 0.125, length 1,312, waiting 31%, 00:00 left (not shown: 7 steps before this step)")
 
 
+@pytest.mark.parametrize(("rank", "seconds", "shown"), [("0", 1.0, "loading …\n"), ("0", 0.0, ""), ("1", 1.0, "")])
+def test_a_phase_is_named_if_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, seconds: float, shown: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(display, "SLOW_SECONDS", 0.5)
+    with display.named_if_slow("loading"):
+        time.sleep(seconds)
+    time.sleep(0.6)
+    assert capsys.readouterr().out == shown
+
+
 @pytest.mark.parametrize("kept", [0, 4])
 def test_lines_after_the_checkpoint_and_half_lines_are_cut(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -168,7 +182,7 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path, compiles: boo
         r"tokenizer +400 tokens, hash [0-9a-f]{12}, the same for student and teacher",
         r"data train +.*prompts.jsonl: 3 documents, ",
         r"data eval +.*eval.jsonl: 8 documents, ",
-        r"packing +\d+ sequences, \d+% full",
+        r"packing +\d+ sequences?, \d+% full",
         r"steps +6 of 4 sequences \(at most 32 tokens each\), 2 per micro-batch",
         r"run folder +.*/out: a new run",
         r".*The still ⟦is heated</s>⟧",
