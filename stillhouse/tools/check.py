@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
+from stillhouse.checkpoint.resume import RunIdentity, candidates, require_unchanged_sources
 from stillhouse.checkpoint.save import require_room
 from stillhouse.config import RunConfig
 from stillhouse.display import counted, escaped, print_escaped
@@ -72,7 +72,9 @@ def print_check(config: RunConfig, *, compiles: bool = False) -> None:
         closing(build_session(setup, data, announce=is_first())) as session,
     ):
         models, rollout, warned = session.models, session.rollout, {*map(escaped, data.warnings)}
-        state, occupied = _folder_state(session, folder)
+        state, occupied = _folder_state(
+            folder, config.checkpoint.resume, session.values, session.identity, models.engine
+        )
         _print(_model_rows(models, data.tokenizer, session.identity.models["tokenizer"]))
         _print(("warning", warning) for warning in session.warnings if warning not in warned)
         if session.data.by_length:  # a model runs one document per row, so the rows above have changed
@@ -96,15 +98,17 @@ def print_check(config: RunConfig, *, compiles: bool = False) -> None:
             raise occupied
 
 
-def _folder_state(session: Session, folder: RunFolder) -> tuple[str, ValueError | None]:
+def _folder_state(
+    folder: RunFolder, resume: str, values: Mapping[str, Any], identity: RunIdentity, engine: Engine
+) -> tuple[str, ValueError | None]:
     """Return the state of the run's folder in words, and the error if a run cannot use the folder."""
     try:
-        newest = next(iter(candidates(folder, session.schedule.checkpoint_config.resume, session.values)), None)
+        newest = next(iter(candidates(folder, resume, values)), None)
         if newest is not None and folder.owns(newest):
-            require_unchanged_sources(newest, read_state(newest).progress, session.identity)
+            require_unchanged_sources(newest, read_state(newest).progress, identity)
         if folder.complete:
             return "contains this run, which is complete", None
-        gib = require_room(folder.checkpoints, session.models.engine) / 2**30
+        gib = require_room(folder.checkpoints, engine) / 2**30
         return f"{f'resumes from {newest.name}' if newest else 'a new run'}; a checkpoint has {gib:.2f} GiB", None
     except ValueError as error:
         return "cannot be used, see the error below", error
@@ -227,12 +231,12 @@ def _step_rows(session: Session, folder: RunFolder, *, compiles: bool) -> Iterat
         memory += f", when nothing is compiled (in a run, {compiled}: `stillhouse check --compile` measures this)"
     yield "one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}"
     yield "peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB"
-    yield from _loss_rows(session, micro_batches)
+    yield from _loss_rows(session.models, micro_batches)
 
 
-def _loss_rows(session: Session, micro_batches: ShardedMicroBatches) -> Iterator[Row]:
+def _loss_rows(models: Models, micro_batches: ShardedMicroBatches) -> Iterator[Row]:
     """Run the step with each loss alone, and yield the loss's gradient norm; then a verdict about all of them."""
-    engine = session.models.engine
+    engine = models.engine
     losses = list(single_losses(engine))
     if len(losses) < 2:  # a single loss has the gradient of the whole step, which is already printed
         return
@@ -240,7 +244,7 @@ def _loss_rows(session: Session, micro_batches: ShardedMicroBatches) -> Iterator
     norms = dict[str, float]()
     for name, single in losses:
         engine.zero_grad()
-        session.models.step(micro_batches, single)
+        models.step(micro_batches, single)
         norms[name] = engine.gradient_norm()
         yield f"  {name} ", f"gradient norm {norms[name]:.4g}"
     if (words := verdict(norms)) is not None:

@@ -26,6 +26,8 @@ def require_kind(url: str, kinds: "Sequence[HttpServer]", token: str | None, sec
     end = time.monotonic() + seconds
     with closing(ServerPool([url], 4 * seconds, token=token)) as pool:
         for kind in kinds:
+            if not kind.description_path:
+                return
             answer = _answer(pool, url, kind.description_path, end - time.monotonic())
             if answer.status in BUSY or kind.is_described_by(answer.status, answer.text, is_only=len(kinds) == 1):
                 return

@@ -25,7 +25,8 @@ class HttpServer(ServerKind):
         the whole vocabulary at temperature 1; "" if the messages should not recommend such a server.
     tells_tokenizer: whether the server's tokenizer can be compared with the student's.
     description_path, description_mark: the path of the server's description, and a text in this description, without
-        spaces, by which a server of this kind is recognised.
+        spaces, by which a server of this kind is recognised. If they are empty, commands do not ask the server before
+        they load models.
     """
 
     signals: tuple[str, ...] = ()
@@ -35,15 +36,15 @@ class HttpServer(ServerKind):
     after_temperature: str = ""
     over_all_tokens: str = ""
     tells_tokenizer: bool = True
-    description_path: str = "/"
+    description_path: str = ""
     description_mark: str = ""
 
     def is_described_by(self, status: int, text: str, *, is_only: bool = False) -> bool:
         """Whether this answer to a request for `description_path` is that of a server of this kind. is_only: whether
         the user has named the kind, so that any JSON object is accepted, such as that of a gateway.
         """
-        is_object = is_only and text.lstrip().startswith("{")
-        return status == 200 and (is_object or self.description_mark in text.replace(" ", ""))
+        is_marked = bool(self.description_mark) and self.description_mark in text.replace(" ", "")
+        return status == 200 and (is_marked or (is_only and text.lstrip().startswith("{")))
 
     def require_server(self, url: str, token: str | None, seconds: float) -> None:
         from stillhouse.serving.client.probe import require_kind
