@@ -156,8 +156,10 @@ def _usage(error: click.ClickException) -> str:
 
                 message += override_hint(error.option_name, RunConfig)
     command = re.match("No such command '(.*?)'", message)
-    if command is not None and command[1] in _OTHER_NAMES:
-        message += f" Did you mean '{_OTHER_NAMES[command[1]]}'?"
+    if command is not None:
+        similar = difflib.get_close_matches(command[1], registry.registered(COMMANDS), n=1)
+        if near := _OTHER_NAMES.get(command[1], next(iter(similar), "")):
+            message += f" Did you mean '{near}'?"
     if isinstance(error, click.UsageError) and error.ctx is not None:
         message += f"\nsee `{error.ctx.command_path} --help`"
     return message

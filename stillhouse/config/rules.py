@@ -240,7 +240,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("eval.samples", "data.eval", "eval.prompts"),
         lambda samples, source, prompts: samples > 0 and source == 0 and prompts is None,
-        "0, held-out documents in data.eval, or the section eval.prompts",
+        "eval.samples=0, held-out documents in data.eval, or the section eval.prompts",
+        "the samples are completions of held-out documents",
     ),
     Rule(
         ("checkpoint.best", "eval.prompts"),

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data.read.messages import MARK, has_empty_answer
 from stillhouse.data.render.templates import Encoded, Rendered, Targets
 from stillhouse.data.render.tokenizers import tokenize
-from stillhouse.display import escaped, name_list
+from stillhouse.display import counted, escaped, name_list
 
 #: the end of a document's `file:line` if the document is one piece of a split text
 _PIECE = re.compile(r" \(piece \d+ of \d+\)$")
@@ -21,7 +21,7 @@ _LATER_PIECE = re.compile(r" \(piece (?!1 )\d+ of \d+\)$")
 
 def documents_in_words(records: int, pieces: int) -> str:
     """The number of documents, and the number of their pieces if any document was split."""
-    return f"{records:,} documents" + (f" in {pieces:,} pieces" if pieces > records else "")
+    return counted(records, "document") + (f" in {counted(pieces, 'piece')}" if pieces > records else "")
 
 
 def duplicates_of(keys_D: np.ndarray, sources: Sequence[str]) -> list[tuple[str, str]]:

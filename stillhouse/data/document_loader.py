@@ -10,13 +10,14 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.data_report import DataReport, TextFindings
@@ -40,7 +41,7 @@ from stillhouse.data.render.teacher_substitutions import PrefixTemplate, Teacher
 from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
 from stillhouse.data.substitutions import Substitution, piece_substitutions
 from stillhouse.data.token_cache import DocumentWriter, cached_documents, entry_key
-from stillhouse.display import first_line
+from stillhouse.display import escaped, first_line
 
 _BATCH = 512  # records per call of the tokenizer
 _REASONS = 5  # the maximum number of errors that a report keeps
@@ -114,7 +115,7 @@ def load_documents(
     def load(folder: Path | None) -> Documents:
         with closing(DocumentWriter(folder)) as writer:
             loader = _Loader(name, tokenizer, options, writer, processor, teachers or {})
-            for record in read_records(source):
+            for record in _with_live_line(read_records(source), f"tokenizing {name}"):
                 loader.add(record)
             return loader.finish()
 
@@ -127,6 +128,13 @@ def load_documents(
         decisive["teachers"] = {name: teacher.identity() for name, teacher in (teachers or {}).items()}
     key = functools.partial(entry_key, files, tokenizer, decisive)
     return cached_documents(cache, lambda: local_files(source) or [], key, load)
+
+
+def _with_live_line(records: Iterator[Record], words: str) -> Iterable[Record]:
+    """Show the number of records after a second, on a terminal of rank 0."""
+    is_hidden = True if os.environ.get("RANK", "0") != "0" else None  # None: on a terminal only
+    lines: Iterable[Record] = tqdm(records, escaped(words), unit=" records", leave=False, delay=1, disable=is_hidden)
+    return lines
 
 
 class _Waiting(NamedTuple):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from stillhouse.checkpoint.checkpoint_folder import ROLLOUTS, IntactCheckpoint, 
 from stillhouse.checkpoint.resume import RunIdentity
 from stillhouse.checkpoint.save import load_checkpoint, read_queue, require_room, save_checkpoint
 from stillhouse.config import ConfigError
+from stillhouse.display import named_if_slow
 from stillhouse.engine.engine import StepOutput
 from stillhouse.engine.schedule import learning_rate
 from stillhouse.loops.early_stopping import has_ended_early, is_best, load_best
@@ -37,6 +38,8 @@ from stillhouse.user_code.functions import UserFunctionError
 #: the suffix of the keys of the teacher's own cross-entropy, on all held-out data and on each set
 _TEACHER = "/teacher_cross_entropy"
 
+#: the phase of a first step in which functions are compiled
+FIRST_STEP = "the first forward and backward passes, for which the loss is compiled"
 #: a warning after a first step that changed no weight
 _NO_GRADIENT = (
     "warning: the gradient of step 1 is 0: a divergence is 0 between a model and itself (also if one has an adapter "
@@ -70,7 +73,7 @@ class Training:
     ):
         self.session, self.folder, self.progress, self.log = session, folder, progress, log
         self.queue, self.functions, self.greedy = queue, functions, greedy
-        self.last_step = session.schedule.steps
+        self.last_step, self._first_step = session.schedule.steps, progress.step
         self._teacher_metrics: dict[str, float] | None = None
         self._started = time.monotonic()
         self._norm = self._rate = 0.0
@@ -91,6 +94,10 @@ class Training:
         """The remaining steps."""
         done = self.progress.step
         return range(done, done if self.has_ended_early else self.last_step)
+
+    def named_at_first(self, step: int, phase: str) -> AbstractContextManager[None]:
+        """In the first step of this process, print the name of a phase if it takes long."""
+        return named_if_slow(phase, self.log.print_line) if step == self._first_step else nullcontext()
 
     def begin(self, step: int) -> None:
         watchdog.enter(f"step {step + 1}")
@@ -269,8 +276,11 @@ def training(
                 )
             progress.data = progress.data | hashes
         run = Training(session, folder, progress, log, queue, functions, greedy)
-        if is_due and run.evaluate():
-            run.save()
+        if is_due:
+            with named_if_slow("the first evaluation", run.log.print_line):
+                is_best_step = run.evaluate()
+            if is_best_step:
+                run.save()
         stack.enter_context(finishing("this step and a checkpoint of it"))
         stack.enter_context(_saving_finished_steps(run))
         yield run

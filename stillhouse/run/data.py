@@ -39,6 +39,7 @@ from stillhouse.hashing import json_hash
 from stillhouse.libraries import reading
 from stillhouse.loops.session import Data
 from stillhouse.models import read_end_ids
+from stillhouse.run.local_checks import held_out_needs_completions
 from stillhouse.signals import SignalStore
 from stillhouse.user_code.environment import environment_of
 
@@ -179,14 +180,8 @@ class _Loader:
         elif share:
             documents = train
             if rollouts:
-                try:
+                with held_out_needs_completions(share):
                     documents = self._train([(*source, None) for source in sources])
-                except ValueError as error:
-                    raise ConfigError(
-                        "data.eval",
-                        f"got {share:g}, but held-out metrics need completions: expected 0 for prompts only, or a "
-                        f"source with completions ({error})",
-                    ) from error
             splits["train"], held_out = _split(train, share)
             splits["eval"] = _split(documents, share)[1] if rollouts else held_out
         used = list(compress(sources, (not rollout.is_on_student_alone for rollout in rollouts)))

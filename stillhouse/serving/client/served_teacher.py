@@ -30,7 +30,7 @@ from transformers import AutoConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.config import ConfigError, TeacherConfig, as_config_error
-from stillhouse.config.servers import server_kinds, server_token
+from stillhouse.config.servers import server_token, signal_kinds
 from stillhouse.data import DataError, Documents
 from stillhouse.data.media import MediaInputs
 from stillhouse.data.render.tokenizers import MAX_IDS
@@ -288,13 +288,10 @@ def _connected(
     pool: ServerPool, teacher: TeacherConfig, temperature: float, model_folder: Path | None
 ) -> RemoteSignals:
     urls = [server.url for server in pool.servers]
-    # a gateway may answer the routes of several kinds of servers; the kind with the most signals is tried first
-    kinds = [kind for kind in server_kinds().values() if getattr(kind, "signals", ())]
-    kinds.sort(key=lambda kind: -len(kind.signals))
-    apis: Iterable[ServerApi] = (kind.api() for kind in kinds if teacher.api in ("auto", kind.name))
+    apis: Iterable[ServerApi] = (kind.api() for kind in signal_kinds(teacher.api))
     api = next((api for api in apis if teacher.api != "auto" or api.recognises(pool.asker(urls[0]))), None)
     if api is None:
-        names = ", ".join(kind.name for kind in kinds)
+        names = ", ".join(kind.name for kind in signal_kinds("auto"))
         raise ValueError(f"{urls[0]} is not a server of a known kind: expected {names}")
     for url in urls:
         if other := api.other_version(pool.asker(url)):
