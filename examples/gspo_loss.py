@@ -2,7 +2,7 @@
 
 import torch
 
-from stillhouse.objective import linear_log_probs
+from stillhouse import linear_log_probs
 
 
 def gspo_loss(hidden, head, labels, old_log_probs, sequence, advantages, clip_low=3e-4, clip_high=4e-4):
