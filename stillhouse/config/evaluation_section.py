@@ -119,7 +119,7 @@ class CheckpointConfig(Section):
     is the best. null: for all other metrics, whose best value is known."""
     resume: PathText = Field(default="auto", examples=["auto", "never", "runs/a/checkpoints/step-500"])
     """auto: resume from the latest checkpoint in out, or start anew if there is none; never: start anew; a path:
-    start from that checkpoint."""
+    start from that checkpoint. A complete run that is started again only compares its model with hashes.json."""
     fallback: bool = False
     """true: if the latest checkpoint in out is damaged, rename it and resume from the previous one. false: stop with
     an error that describes the damage."""
