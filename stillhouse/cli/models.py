@@ -216,14 +216,14 @@ def _evaluate_on_data(
         print_escaped(f"evaluating {name} …", err=True)
         results[name] = evaluation = evaluate_model(config)
         if len(results) == 1:
-            for line in limits_in_words(config, evaluation):
+            for line in limits_in_words(evaluation):
                 print_escaped(line)
         for line in evaluation.warnings:
             print_escaped(f"warning: {name}: {line}", err=True)
     for line in table(results):
         print_escaped(line)
     if out is not None:
-        write_results(out, configs[names[0]], results)
+        write_results(out, results)
 
 
 def _run_harness(

@@ -43,10 +43,12 @@ COLUMNS = {
 class Evaluation:
     """The result of one model.
 
+    config: the configuration of the evaluation.
     metrics: the metrics under their names in metrics.jsonl, and eval/perplexity.
     report: the counts of the held-out data. prompts: the number of completions for the reward, 0 without a reward.
     """
 
+    config: RunConfig
     metrics: dict[str, float]
     report: DataReport
     warnings: list[str]
@@ -114,11 +116,12 @@ def evaluate_model(config: RunConfig) -> Evaluation:
         decoders = {"student": models.student, **models.teachers}
         warnings += preflight.check_models(decoders, models.teacher_configs, session.data, config.data.max_tokens)
         report, precision = sequences.documents.report, session.schedule.train_config.precision
-        return Evaluation(metrics, report, [*dict.fromkeys(warnings)], prompts, precision)
+        return Evaluation(config, metrics, report, [*dict.fromkeys(warnings)], prompts, precision)
 
 
-def limits_in_words(config: RunConfig, evaluation: Evaluation) -> list[str]:
+def limits_in_words(evaluation: Evaluation) -> list[str]:
     """Return the lines about the limits of the data: which texts are split or cut, and how many prompts are used."""
+    config = evaluation.config
     limit = f"data.max_tokens={config.data.max_tokens:,}"
     lines = [
         f"data: {evaluation.report.summary()}",
@@ -145,9 +148,10 @@ def table(results: Mapping[str, Evaluation]) -> list[str]:
     return lines
 
 
-def write_results(out: Path, config: RunConfig, results: Mapping[str, Evaluation]) -> None:
+def write_results(out: Path, results: Mapping[str, Evaluation]) -> None:
     """Write a JSON file with the settings, the counts of the data and all metrics. An infinite metric is null."""
     first = next(iter(results.values()))
+    config = first.config
     content: dict[str, Any] = {
         "data": asdict(first.report),
         "settings": {
