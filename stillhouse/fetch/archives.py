@@ -12,7 +12,7 @@ import tarfile
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -40,8 +40,8 @@ _OPTIONS = {
 def download(package: Package, folder: Path, seconds: float) -> list[Path]:
     """Download the archives of a package into an empty folder, and return them in the table's order.
 
-    seconds: the time limit for all archives. Raises OSError if the registry does not give them in time, and ValueError
-    if an archive has another hash.
+    seconds: the time limit for all archives. Raises OSError if the registry does not give them in time. Raises
+    ValueError if an archive has another hash.
     """
     names = [f"{archive.package}{_AT[package.registry]}{archive.version}" for archive in package.archives]
     command = [sys.executable, "-m", "pip", "download", *_OPTIONS["pip"], "--dest", str(folder), *names]
@@ -118,12 +118,12 @@ def unpack(archives: Sequence[Path], files: dict[str, list[str]], folder: Path) 
 def _opened(archives: Sequence[Path], members: set[str]) -> Iterator[dict[str, IO[bytes]]]:
     """Open members of archives, by their names."""
     streams: dict[str, IO[bytes]] = {}
-    opened: list[zipfile.ZipFile | tarfile.TarFile] = []
-    try:
+    with ExitStack() as stack:
         for path in archives:
             with reading(f"{path.name} is not a readable archive"):
-                archive = zipfile.ZipFile(path) if zipfile.is_zipfile(path) else tarfile.open(path)
-                opened.append(archive)
+                is_zip = zipfile.is_zipfile(path)
+                archive = zipfile.ZipFile(path) if is_zip else tarfile.open(path)  # noqa: SIM115
+                stack.enter_context(archive)
                 names = archive.namelist() if isinstance(archive, zipfile.ZipFile) else archive.getnames()
             for name in names:
                 if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
@@ -133,9 +133,6 @@ def _opened(archives: Sequence[Path], members: set[str]) -> Iterator[dict[str, I
                     stream = archive.open(name) if isinstance(archive, zipfile.ZipFile) else _plain(archive, name)
                 streams[name] = stream
         yield streams
-    finally:
-        for archive in opened:
-            archive.close()
 
 
 def _plain(archive: tarfile.TarFile, name: str) -> IO[bytes]:

@@ -20,8 +20,8 @@ def fetch(name: str, cache: Path | None = None, *, seconds: float = SECONDS) -> 
     name: a key of `PACKAGES`. cache: the root of the cache; None: `$STILLHOUSE_CACHE`, or `~/.cache/stillhouse`.
     seconds: the longest wait for the download, including that of another process.
 
-    Raises OSError if the registry does not answer in time, and ValueError for an unknown name, and for an archive that
-    is not the expected one or cannot be converted.
+    Raises OSError if the registry does not answer in time. Raises ValueError for an unknown name, and for an archive
+    that is not the expected one or cannot be converted.
     """
     if name not in PACKAGES:
         raise ValueError(f"got {name!r}: expected {name_list(PACKAGES)}")

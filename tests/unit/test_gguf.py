@@ -1,14 +1,17 @@
 """GGUF files as models: the plain folder has exactly their values, and what cannot be proven is refused by name."""
 
 import io
+import shutil
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from kit.config_cases import assert_refused, refused_calls
 from kit.gguf_files import TEMPLATE, gguf_log_probs, small_model, write_gguf
+from kit.runs import losses, write_run
 from kit.shard_ranks import Rank, on_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,6 +19,7 @@ from stillhouse.config.model_folder import gguf_file, require_model
 from stillhouse.gguf import plain_folder as conversion
 from stillhouse.gguf.plain_folder import plain_folder
 from stillhouse.hashing import folder_hashes
+from stillhouse.run.run import distill
 
 IDS = [1, 40, 87, 251, 7, 9, 120, 299, 33, 33, 64, 5]
 #: rounding of float32 in the forward; with a wrong norm, permutation or window, the difference is above 0.05
@@ -142,3 +146,20 @@ def test_a_folder_with_one_gguf_is_that_file(tmp_path: Path) -> None:
     assert gguf_file(tmp_path) is None  # a plain folder
     with pytest.raises(ValueError, match=r"got .*none\.gguf, but there is no such file"):
         require_model(str(tmp_path / "none.gguf"))
+
+
+def test_a_run_of_ggufs_is_that_of_their_plain_folders(tmp_path: Path, cache: Path) -> None:
+    """A run of two GGUFs has the losses and the identity of a run of their plain folders, and resumes as one."""
+    for name, tied in (("student", True), ("teacher", False)):
+        write_gguf(tmp_path / f"{name}.gguf", model=small_model("llama", tied=tied))
+    models = {f"{name}.model": str(tmp_path / f"{name}.gguf") for name in ("student", "teacher")}
+    common: dict[str, Any] = {"train.steps": 2, "data.eval": 0, "checkpoint.every": 1}
+    out = distill(write_run(tmp_path, **common, **models, out=str(tmp_path / "a")))
+    plain = {key: plain_folder(path) for key, path in models.items()}
+    assert str(cache) in plain["student.model"]
+    distill(write_run(tmp_path, **common, **plain, out=str(tmp_path / "b")))
+    assert losses(out) == losses(tmp_path / "b")
+    shutil.rmtree(out / "model")
+    shutil.rmtree(out / "checkpoints" / "step-00000002")
+    distill(write_run(tmp_path, **common, **models, out=str(tmp_path / "a")))
+    assert losses(out) == losses(tmp_path / "b")
