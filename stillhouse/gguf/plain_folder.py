@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from stillhouse.config.model_folder import gguf_file
+from stillhouse.config.model_folder import gguf_file, require_model
 from stillhouse.gguf.proof import GgufFile
 from stillhouse.gguf.tokenizer import gguf_tokenizer
 from stillhouse.hashing import file_hash
@@ -33,6 +33,7 @@ def plain_folder(name: str | os.PathLike[str]) -> str:
     file = gguf_file(name)
     if file is None:
         return os.fspath(name)
+    require_model(file)
     path = Path(file)
     digest = file_hash(path)
     folder = cache_root() / "gguf" / f"{path.stem}-{digest[:16]}"

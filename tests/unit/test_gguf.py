@@ -2,6 +2,7 @@
 
 import io
 import shutil
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from stillhouse.gguf import plain_folder as conversion
 from stillhouse.gguf.plain_folder import plain_folder
 from stillhouse.hashing import folder_hashes
 from stillhouse.run.run import distill
+from stillhouse.serving.server.role import ModelOptions
+from stillhouse.serving.server.served_teacher import ServedTeacher
 
 IDS = [1, 40, 87, 251, 7, 9, 120, 299, 33, 33, 64, 5]
 #: rounding of float32 in the forward; with a wrong norm, permutation or window, the difference is above 0.05
@@ -163,3 +166,22 @@ def test_a_run_of_ggufs_is_that_of_their_plain_folders(tmp_path: Path, cache: Pa
     shutil.rmtree(out / "checkpoints" / "step-00000002")
     distill(write_run(tmp_path, **common, **models, out=str(tmp_path / "a")))
     assert losses(out) == losses(tmp_path / "b")
+
+
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for read in (require_model, plain_folder):
+        with pytest.raises(
+            ValueError, match=r"m\.gguf, a GGUF: reading it needs packages; pip install 'stillhouse\[gguf\]'"
+        ):
+            read(str(tmp_path / "m.gguf"))
+
+
+def test_a_server_serves_a_gguf(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    for folder in (tmp_path / "m.gguf", Path(plain_folder(tmp_path / "m.gguf"))):
+        options = ModelOptions(str(folder), "auto", "cpu", None, None, None, False)
+        teacher = ServedTeacher(options, tmp_path / f"{folder.name}.served", 64, 1024, 8)
+        assert teacher.info["model"] == str(folder)
+    assert folder_hashes(tmp_path / "m.gguf.served") == folder_hashes(tmp_path / f"{folder.name}.served")
