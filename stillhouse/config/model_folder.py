@@ -17,12 +17,17 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 def require_model(name: str) -> None:
     """Raise ValueError unless a name is a model's folder or GGUF, or has the form of a hub id."""
     if gguf_file(name) is not None:
-        if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
-            raise ValueError(f"got {name}, a GGUF: reading it needs packages; pip install 'stillhouse[gguf]'")
+        require_gguf_packages(name)
         return
     require_model_folder(name)
     if not os.path.exists(name) and _HUB_ID.fullmatch(name) is None:
         raise ValueError(f"got {name!r}: expected an existing folder, or a hub id such as Qwen/Qwen3-8B")
+
+
+def require_gguf_packages(name: str) -> None:
+    """Raise ValueError unless the packages that read a GGUF are installed. name: a GGUF, or what has one."""
+    if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
+        raise ValueError(f"got {name}, a GGUF: reading it needs packages; pip install 'stillhouse[gguf]'")
 
 
 def gguf_file(name: str | os.PathLike[str]) -> str | None:

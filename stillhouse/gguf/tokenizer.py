@@ -49,11 +49,14 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> PreTrainedTokeniz
     values = {key.removeprefix(_PREFIX): value for key, value in metadata.items() if key.startswith(_PREFIX)}
     kind, rule = values.get("model"), values.get("pre")
     tokens = values.get("tokens")
-    if not isinstance(tokens, list) or len(set(tokens)) != len(tokens):
+    if not isinstance(tokens, list) or len({token for token in tokens if isinstance(token, str)}) != len(tokens):
         raise ValueError(f"{what} has no list of different tokens ({_PREFIX}tokens)")
     roles = {role: _token(what, values, key, tokens) for role, key in _ROLES.items()}
     options = {**roles, "chat_template": metadata.get("tokenizer.chat_template")}
-    if kind == "gpt2" and rule in _SPLITS:
+    templates = [key for key in metadata if key.startswith("tokenizer.chat_template")]
+    if len(templates) > 1 or not isinstance(options["chat_template"], str | None):
+        raise ValueError(f"{what} has {name_list(templates)}: expected at most one chat template, a text")
+    if kind == "gpt2" and isinstance(rule, str) and rule in _SPLITS and not values.get("add_space_prefix"):
         with reading(f"{what} cannot be made"):
             tokenizer = _byte_level(values, rule, options)
     elif kind == "llama" and metadata.get("general.architecture") == "gemma3":

@@ -44,14 +44,14 @@ def unless_complete(folder: Path, seconds: float = -1) -> Iterator[Path | None]:
     """
     with explained_write_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(f"{folder}.lock")
-        try:
-            lock.acquire(timeout=seconds)
-        except Timeout as error:
-            raise TimeoutError(
-                f"{folder}: another process has been writing this folder for {seconds:.0f} seconds; wait until it "
-                "ends, and repeat the command"
-            ) from error
+    lock = FileLock(f"{folder}.lock")
+    try:
+        lock.acquire(timeout=seconds)
+    except Timeout as error:
+        raise TimeoutError(
+            f"{folder}: another process has been writing this folder for {seconds:.0f} seconds; wait until it ends, "
+            "and repeat the command"
+        ) from error
     with lock:
         problem = folder_problem(folder)
         if problem is None:

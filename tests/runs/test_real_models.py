@@ -19,8 +19,8 @@ from stillhouse.gguf.tokenizer import gguf_tokenizer
 from stillhouse.models import Decoder
 
 pytestmark = pytest.mark.slow
-#: a bound for the rounding of 30 layers in float32 against float64: 2⁻²⁴ · 30 layers · 7 sums · logits of about 30
-BOUND = 2e-3
+#: nats; float32 in the forward against float64. Measured: 3.4e-5 (SmolLM2, 30 layers) and 7.1e-5 (Gemma 3, 18 layers)
+BOUND = 5e-4
 TEXTS = [*pydoc_data.topics.topics.values()][:60]
 TEXTS += ["a" + " " * n + "b\n" + "\n" * n + " " * n + "x = 12345.678" for n in (1, 2, 3, 5, 30, 31, 32, 33, 70)]
 TEXTS += ["Žluťoučký kůň, 你好世界, مرحبا, 😀, don't, I'LL, e\u0301 <b>x</b>\t\ty\r\n", "2024-12-01  1,000,000"]

@@ -17,6 +17,7 @@ from kit.shard_ranks import Rank, on_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillhouse.config.model_folder import gguf_file, require_model
+from stillhouse.fetch import fetch
 from stillhouse.gguf import plain_folder as conversion
 from stillhouse.gguf.plain_folder import plain_folder
 from stillhouse.hashing import folder_hashes
@@ -171,6 +172,8 @@ def test_a_run_of_ggufs_is_that_of_their_plain_folders(tmp_path: Path, cache: Pa
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "m.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"got smollm2, a GGUF"):
+        fetch("smollm2")
     for read in (require_model, plain_folder):
         with pytest.raises(
             ValueError, match=r"m\.gguf, a GGUF: reading it needs packages; pip install 'stillhouse\[gguf\]'"
