@@ -88,7 +88,7 @@ def distill(config: RunConfig, *, later_steps: int = 0) -> Path:
             ranks,
             session.identity,
             fallback=config.checkpoint.fallback,
-            base=None if session.models.student.lora is None else config.student.model,
+            base=None if session.models.student.lora is None else setup.config.student.model,
         )
         if checkpoint is None and is_first() and folder.metrics.exists():
             log_rank0(f"{folder.path} has no checkpoint of this run yet: the run starts anew, at step 1")

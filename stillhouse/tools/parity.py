@@ -130,6 +130,7 @@ def compare_layouts(config: RunConfig) -> Iterator[Row]:
     }
     config = config.model_copy(update=in_float32)
     setup = RunSetup(config)
+    config = setup.config
     torch_engine = config.parallel.model_copy(update={"engine": "torch", "sequence": False})
     in_one_process = RunSetup(config.model_copy(update={"parallel": torch_engine}))
     _ = setup.objective.spec, setup.stores  # raises errors of the objective and the stores before models are loaded

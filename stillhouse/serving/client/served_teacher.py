@@ -39,6 +39,7 @@ from stillhouse.libraries import reading
 from stillhouse.models import Decoder, model_fingerprint
 from stillhouse.models.families import text_config
 from stillhouse.models.weight_files import json_object, named_weights, weight_files
+from stillhouse.output.cached_folder import cache_root
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.pool import ServerPool, ServerRequest
@@ -215,8 +216,7 @@ def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
     if "config.json" not in info.files or HEAD_FILE not in info.files:
         raise ValueError(f"{info.url} offers {sorted(info.files)}: expected config.json and {HEAD_FILE} among them")
     table = json.dumps(sorted(info.files.items())).encode()
-    root = Path(os.environ.get("STILLHOUSE_CACHE", "~/.cache/stillhouse")).expanduser()
-    folder = root / "teachers" / hashlib.sha256(table).hexdigest()[:32]
+    folder = cache_root() / "teachers" / hashlib.sha256(table).hexdigest()[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
     # the largest possible head: float64, with a bias
     most_bytes = MOST_FILE_BYTES + 8 * (info.vocabulary or 0) * ((info.width or 0) + 1)
