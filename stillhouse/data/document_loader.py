@@ -21,10 +21,11 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.data_report import DataReport, TextFindings
 from stillhouse.data.documents import Documents
+from stillhouse.data.media import COLUMNS as MEDIA_COLUMNS
 from stillhouse.data.media import MediaProcessor, with_media
 from stillhouse.data.media_files import MediaFile
 from stillhouse.data.read.data_source import local_files, read_records
-from stillhouse.data.read.foreign_columns import ForeignColumns, foreign_columns
+from stillhouse.data.read.foreign_columns import OPTIONAL, ForeignColumns, foreign_columns, renamed
 from stillhouse.data.record import (
     MAX_CHARACTERS,
     DataError,
@@ -40,7 +41,7 @@ from stillhouse.data.render.teacher_substitutions import PrefixTemplate, Teacher
 from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
 from stillhouse.data.substitutions import Substitution, piece_substitutions
 from stillhouse.data.token_cache import DocumentWriter, cached_documents, entry_key
-from stillhouse.display import first_line
+from stillhouse.display import enumerated, first_line
 
 _BATCH = 512  # records per call of the tokenizer
 _REASONS = 5  # the maximum number of errors that a report keeps
@@ -54,6 +55,9 @@ class LoadOptions:
     max_tokens: the maximum number of tokens of a document with its longest prefix.
     tokens: which tokens are targets. It matters only if a record has a prompt or several roles.
     on_error: with "skip", an invalid record is skipped and counted; with "raise", it raises DataError.
+    turns: which of the assistant's turns of a conversation are targets; "last" needs conversations that end with one.
+    column_names: the names of the source's columns, by the names that Stillhouse reads (`renamed`). All other options
+        and the kept records have the source's names.
     columns: the names of additional columns to keep; every record must have them.
     allowed: for some of these columns, the allowed values.
     prefixes: for each teacher, the template of the prefix that this teacher reads (see `PrefixTemplate`).
@@ -71,7 +75,9 @@ class LoadOptions:
 
     max_tokens: int
     tokens: Tokens = "completion"
+    turns: Literal["all", "last"] = "all"
     on_error: Literal["raise", "skip"] = "raise"
+    column_names: Mapping[str, str] = field(default_factory=dict)
     columns: Sequence[str] = ()
     allowed: Mapping[str, Collection[Any]] = field(default_factory=dict)
     prefixes: Mapping[str, str] = field(default_factory=dict)
@@ -85,10 +91,12 @@ class LoadOptions:
     def __post_init__(self) -> None:
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens must be at least 2 (an input token and a target), got {self.max_tokens}")
+        if self.turns == "last" and self.tokens == "all":
+            raise ValueError("turns='last' with tokens='all': expected tokens='completion'")
 
     @property
     def targets(self) -> Targets:
-        return "none" if self.prompts else self.tokens
+        return "none" if self.prompts else "last" if self.turns == "last" else self.tokens
 
 
 def load_documents(
@@ -114,7 +122,7 @@ def load_documents(
     def load(folder: Path | None) -> Documents:
         with closing(DocumentWriter(folder)) as writer:
             loader = _Loader(name, tokenizer, options, writer, processor, teachers or {})
-            for record in read_records(source):
+            for record in read_records(source, options.column_names):
                 loader.add(record)
             return loader.finish()
 
@@ -163,6 +171,8 @@ class _Loader:
         self.foreign: ForeignColumns | None = None
         self.waiting: list[_Waiting] = []
         self.characters = 0  # the number of characters of all waiting records
+        #: the optional columns of `column_names` that no record has had
+        self.unseen = {name: column for name, column in options.column_names.items() if name in OPTIONAL}
         self.end_ids = {*options.end_ids, *([] if (eos := tokenizer.eos_token_id) is None else [eos])}
         self.findings = TextFindings(tokenizer, options.targets, self.end_ids)
 
@@ -203,6 +213,8 @@ class _Loader:
                     f"max_tokens={self.options.max_tokens}; {report.cut_documents} were cut at this limit)"
                 )
             raise ValueError("\n  ".join([text, *report.reasons]))
+        for name, column in self.unseen.items():
+            raise ValueError(f"{report.source}: columns: {{{name}: {column}}} names a column that no record has")
         tokens_N, targets_N = self.writer.arrays()
         report = report.counted(self.writer.sources, len(tokens_N), targets_N.sum())
         report.trained_ends = sorted(self.findings.trained_ends)
@@ -217,19 +229,41 @@ class _Loader:
         targets = self.options.targets
         tools = None if self.options.tools is None else list(self.options.tools)
         try:
-            self.foreign = foreign_columns(first.fields, self.tokenizer, prompts=targets == "none")
+            fields = renamed(first.fields, self.options.column_names)
+            self.foreign = foreign_columns(fields, self.tokenizer, prompts=targets == "none")
             fields = self._converted(first)
-            self.template = template_for(fields, self.tokenizer, targets, self.processor, tools, self.end_ids)
+            template = template_for(fields, self.tokenizer, targets, self.processor, tools, self.end_ids)
+            self._require_read(template)
         except RecordError:
             raise
         except ValueError as error:
-            raise DataError(first.where, str(error)) from error
+            raise DataError(first.where, self._in_words(str(error))) from error
+        self.template = template
         self.report.form = "" if self.foreign is None else self.foreign.words
         return self.template
 
     def _converted(self, record: Record) -> dict[str, Any]:
-        fields = record.fields if self.foreign is None else self.foreign.convert(record.fields)
+        fields = renamed(record.fields, self.options.column_names)
+        fields = fields if self.foreign is None else self.foreign.convert(fields)
         return with_media(replace(record, fields=fields)).fields
+
+    def _require_read(self, template: Template) -> None:
+        """Raise ValueError if records of this form do not read one of `column_names`."""
+        foreign = () if self.foreign is None else self.foreign.columns
+        read = (*template.columns, *template.extras, *foreign, *(MEDIA_COLUMNS if template.extras else ()))
+        for name, column in self.options.column_names.items():
+            if name not in read:
+                raise ValueError(
+                    f"columns: {{{name}: {column}}} has no effect, because the records are read as "
+                    f"{enumerated(template.columns, 'and')}: expected only names that these records read"
+                )
+
+    def _in_words(self, problem: str) -> str:
+        """An error of a record; if it quotes a name of `column_names`, with the name of the source's column."""
+        names = self.options.column_names.items()
+        quoted = [f"{name}: {column}" for name, column in names if f"'{name}'" in problem and name != column]
+        has_names = "columns: {" in problem or not quoted
+        return problem if has_names else f"{problem}; columns: {{{', '.join(quoted)}}}"
 
     def _rendered(self, record: Record, template: Template) -> _Waiting:
         fields, options = self._converted(record), self.options
@@ -242,10 +276,12 @@ class _Loader:
             sort_keys=True,
             default=lambda value: value.sha256.hex() if isinstance(value, MediaFile) else str(value),
         )
-        values = [kept_value(fields, column, options.allowed.get(column)) for column in options.columns]
-        reader = None if options.reader is None else fields[options.reader]
+        for name in [name for name, column in self.unseen.items() if column in record.fields]:
+            del self.unseen[name]
+        values = [kept_value(record.fields, column, options.allowed.get(column)) for column in options.columns]
+        reader = None if options.reader is None else record.fields[options.reader]
         prefixes = [
-            prefix.render(fields, template) if reader in (None, name) else ""
+            prefix.render(record.fields | fields, template) if reader in (None, name) else ""
             for name, prefix in self.prefix_templates.items()
         ]
         media: dict[str, list[Substitution]] = {}
@@ -269,7 +305,7 @@ class _Loader:
         )
 
     def _reject(self, where: str, problem: str, cause: Exception | None = None) -> None:
-        error = DataError(where, problem)
+        error = DataError(where, self._in_words(problem))
         if self.options.on_error == "raise":
             raise error from cause
         self.report.skipped += 1

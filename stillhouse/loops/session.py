@@ -133,6 +133,7 @@ class Data:
     processors: hashes of the media processors that determine pixels, by the sections of their models. `hashes`
         depends on these hashes.
     by_length: whether a micro-batch has documents of similar lengths, because a model runs one document per row.
+    columns: the names of columns in the files, by the names that Stillhouse reads.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -145,6 +146,7 @@ class Data:
     teacher_media: Mapping[str, TeacherMedia] = field(default_factory=dict)
     processors: Mapping[str, str] = field(default_factory=dict)
     by_length: bool = False
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_media(self) -> bool:

@@ -30,6 +30,7 @@ class RunObjective:
 
     rollouts: the section rollout for each source of prompts; empty without rollouts.
     rollout_key: returns the full key that sets a key of rollout for a source of prompts.
+    turns_in_words: the assistant's turns that are targets (data.turns).
     """
 
     objective: ObjectiveConfig
@@ -38,6 +39,7 @@ class RunObjective:
     teachers: TeachersConfig | None
     rollouts: Sequence[RolloutConfig] = ()
     rollout_key: Callable[[int, str], str] = lambda source, name: f"rollout.{name}"
+    turns_in_words: str = "assistant turns"
 
     @cached_property
     def spec(self) -> ObjectiveSpec:
@@ -122,7 +124,7 @@ class RunObjective:
         if not self.rollouts:
             if self.objective.tokens == "all":
                 return "all tokens, also those of prompts"
-            return "all tokens of texts, completions and assistant turns; none of prompts"
+            return f"all tokens of texts, completions and {self.turns_in_words}; none of prompts"
         rollout, shares = self.rollouts[0], sorted({rollout.share for rollout in self.rollouts})
         whose = f"by the {rollout.writer}"
         if shares != [1.0]:

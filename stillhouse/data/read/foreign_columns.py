@@ -1,4 +1,5 @@
-"""Recognises the columns of ShareGPT and Alpaca, and converts their records to Stillhouse's record forms.
+"""Converts records with other columns to Stillhouse's record forms: columns that the configuration renames
+(`data.columns`), and the columns of ShareGPT and Alpaca.
 
     ShareGPT    conversations: [{from, value}, …], maybe system     becomes messages
     Alpaca      instruction, output, maybe input and system         become prompt and completion
@@ -6,7 +7,8 @@
 If the first record has the columns of one of Stillhouse's forms, the columns of other projects are ignored.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,11 +31,43 @@ _WITHOUT_INPUT = (
 )
 
 
+#: the columns that a record may lack
+OPTIONAL = ("tools", "images", "image", "system", "input")
+
+
 class ForeignColumns(NamedTuple):
-    """Columns of another project. words: a description. convert: adds Stillhouse's columns; raises RecordError."""
+    """Columns of another project. words: a description. convert: adds Stillhouse's columns; raises RecordError.
+    columns: the columns that it reads.
+    """
 
     words: str
     convert: Callable[[Fields], Fields]
+    columns: tuple[str, ...]
+
+
+def renamed(fields: Fields, columns: Mapping[str, str]) -> Fields:
+    """Return the fields of a record under the names that Stillhouse reads.
+
+    columns: the names of the record's columns, by the names that Stillhouse reads.
+
+    Raises RecordError if the record lacks one of these columns (unless it is one of `OPTIONAL`), or if it also has a
+    column with the name that Stillhouse reads.
+    """
+    found = f"found {name_list(fields)}"
+    for name, column in columns.items():
+        if column not in fields and name not in OPTIONAL:
+            near = get_close_matches(column, fields, n=1) or [other for other in fields if other == name]
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            if isinstance(fields.get(column.partition(".")[0]), dict):
+                hint = f": {column.partition('.')[0]!r} is an object, and only whole columns can be named"
+            raise RecordError(f"columns: {{{name}: {column}}} names a column that the record lacks ({found}){hint}")
+        if name in fields and name not in columns.values():
+            raise RecordError(
+                f"columns: {{{name}: {column}}} reads {column!r} as {name!r}, but the record has {name!r}, too "
+                f"({found}): expected records with one of the two, or no such name in columns"
+            )
+    moved = {name: fields[column] for name, column in columns.items() if column in fields}
+    return {name: value for name, value in fields.items() if name not in columns.values()} | moved
 
 
 def own_forms(fields: Fields, *, prompts: bool) -> list[tuple[str, ...]]:
@@ -56,12 +90,15 @@ def foreign_columns(fields: Fields, tokenizer: PreTrainedTokenizerBase, *, promp
                 f"ambiguous columns: found {name_list(fields)}; expected either 'conversations' (ShareGPT) or "
                 "'instruction' and 'output' (Alpaca)"
             )
-        return ForeignColumns("ShareGPT columns read as messages", _from_sharegpt)
+        columns: tuple[str, ...] = ("conversations", "system")
+        return ForeignColumns("ShareGPT columns read as messages", _from_sharegpt, columns)
     if not is_alpaca:
         return None
     as_chat = bool(tokenizer.chat_template)
     form = "a user's message and its answer" if as_chat else "prompt and completion, in Alpaca's own template"
-    return ForeignColumns(f"Alpaca columns read as {form}", partial(_from_alpaca, as_chat=as_chat, prompts=prompts))
+    columns = ("instruction", "input", "output", "system")
+    convert = partial(_from_alpaca, as_chat=as_chat, prompts=prompts)
+    return ForeignColumns(f"Alpaca columns read as {form}", convert, columns)
 
 
 def _from_sharegpt(fields: Fields) -> Fields:
