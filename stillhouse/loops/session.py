@@ -29,6 +29,7 @@ from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import ModelSource, Ranks, ShardedMicroBatches
 from stillhouse.rollout import PromptPlan
 from stillhouse.signals import NoTeacher, SignalSource, SignalStore
+from stillhouse.user_code.functions import UserFunction
 
 
 @dataclass(frozen=True)
@@ -182,10 +183,12 @@ class Loss:
 
     spec: the parsed objective.
     in_words: a sentence that describes the objective; a run prints this sentence first.
+    classes: the user's classes of divergences.
     """
 
     spec: ObjectiveSpec
     in_words: str
+    classes: Sequence[UserFunction] = ()
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from stillhouse.config.model_folder import require_model, require_template
 from stillhouse.config.reward_sum import reward_parts
 from stillhouse.config.section import function_hint, text_list
 from stillhouse.data.read.data_source import require_source
+from stillhouse.objective.expression import class_paths
 from stillhouse.user_code.environment import environments
 from stillhouse.user_code.function_files import require_in_file
 
@@ -56,6 +57,7 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
             checks.append(("data.chat_template", require_template, data.chat_template))
         functions = [("eval.callbacks", path) for path in config.eval.callbacks]
         functions += [(key, part.name) for key, part in rewards if part.is_function]
+        functions += [(key, path) for key, loss in config.losses.items() for path in class_paths(loss)]
         checks += [(key, _require_function, path) for key, path in functions + rollout_keys]
     if "run" in needs:
         checks.append(("out", require_writable, config.out))

@@ -14,10 +14,10 @@ from stillhouse.config import (
     TeachersConfig,
     sampling_temperatures,
 )
-from stillhouse.engine.losses import LossPart, LossSections
+from stillhouse.engine.losses import LossPart, LossSections, configured_objective
 from stillhouse.objective.sampled_terms import Correction
 from stillhouse.objective.sampled_tokens import DATASET, STUDENT
-from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, read_objective
+from stillhouse.objective.spec import ObjectiveSpec, TeacherShare
 from stillhouse.registry import load_all
 from stillhouse.signals import SignalStore
 
@@ -145,7 +145,7 @@ class RunObjective:
         temperature. Raises ConfigError if the expression contradicts the section `rollout`.
         """
         temperature, is_squared = self.objective.temperature, self.objective.scale_by_temperature_squared
-        spec = read_objective(loss, load_all("stillhouse.divergences"), temperature, is_squared)
+        spec = configured_objective(key, loss, temperature, is_squared)
         if key.startswith(BY_ORIGIN):
             _require_terms_of(key, loss, spec)
         by_student = bool(self.rollouts) and self.rollouts[0].writer == "student"

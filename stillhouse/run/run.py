@@ -35,6 +35,7 @@ from stillhouse.models import add_end_ids, eos_ids
 from stillhouse.models.document_packing import ROWS
 from stillhouse.models.pretrained import tower_warnings
 from stillhouse.models.vision_language import require_language_alone
+from stillhouse.objective.expression import class_paths
 from stillhouse.output.disk import atomic_folder, file_names, hashes
 from stillhouse.output.folder import HASHES, RunFolder, environment, folder_lock, init_run_dir, require_intact_model
 from stillhouse.output.progress import Progress, folder_name
@@ -55,6 +56,8 @@ from stillhouse.run.local_checks import require_writable
 from stillhouse.run.setup import RunSetup, with_precision
 from stillhouse.run.teachers import require_signals
 from stillhouse.signals import SignalsLostError
+from stillhouse.user_code.function_state import module_hashes
+from stillhouse.user_code.functions import UserFunction, load_object
 
 
 def distill(config: RunConfig) -> Path:
@@ -184,7 +187,9 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
 def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     """Like `prepare`, but for a setup. The configuration of the setup must be a result of `with_precision`."""
     config, stores = setup.config, setup.stores
-    loss = Loss(setup.objective.spec, setup.objective.in_words(stores))
+    paths = [(key, path) for key, text in config.losses.items() for path in class_paths(text)]
+    classes = [UserFunction(key, path, load_object(path)) for key, path in paths]
+    loss = Loss(setup.objective.spec, setup.objective.in_words(stores), classes)
     if announce:
         print(escaped(loss.in_words, lines=True), flush=True)
     preflight.check_before_loading(setup)
@@ -197,7 +202,8 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     model_hashes = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **setup.model_hashes()}
     watchdog.enter("comparing data and models")
     data_hashes = {f"data.{split}": digest for split, digest in data.hashes.items()}
-    require_same_sources(data_hashes | model_hashes, setup.ranks)
+    class_hashes = {f"the module {name} of the loss": digest for name, digest in module_hashes(classes).items()}
+    require_same_sources(data_hashes | model_hashes | class_hashes, setup.ranks)
     if not (data.train.documents.has_media or (data.dataset is not None and data.dataset.has_media)):
         with as_config_error("student.train"):
             require_language_alone(config.student.train)

@@ -100,7 +100,7 @@ def test_a_function_is_looked_for_in_the_text_of_its_module(folder: Path, text: 
     if is_there:
         require_in_file("package.part:f")
     else:
-        with pytest.raises(ValueError, match=r"got 'package\.part:f', but package\.part has no function 'f'"):
+        with pytest.raises(ValueError, match=r"got 'package\.part:f', but package\.part has no function"):
             require_in_file("package.part:f")
     with pytest.raises(ValueError, match=r"there is no module 'package\.other'"):
         require_in_file("package.other:f")
