@@ -104,7 +104,8 @@ class Divergence(Parameters):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if not hasattr(cls, "definition"):
+        inherited = getattr(cls, "definition", None)
+        if inherited is None or (":" in inherited.name and "definition" not in vars(cls)):  # of another path
             cls.definition = Definition(f"{cls.__module__}:{cls.__qualname__}", "", "")
 
     @classmethod

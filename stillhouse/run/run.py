@@ -187,9 +187,9 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
 def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     """Like `prepare`, but for a setup. The configuration of the setup must be a result of `with_precision`."""
     config, stores = setup.config, setup.stores
+    spec, in_words = setup.objective.spec, setup.objective.in_words(stores)
     paths = [(key, path) for key, text in config.losses.items() for path in class_paths(text)]
-    classes = [UserFunction(key, path, load_object(path)) for key, path in paths]
-    loss = Loss(setup.objective.spec, setup.objective.in_words(stores), classes)
+    loss = Loss(spec, in_words, [UserFunction(key, path, load_object(path)) for key, path in paths])
     if announce:
         print(escaped(loss.in_words, lines=True), flush=True)
     preflight.check_before_loading(setup)
@@ -202,7 +202,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     model_hashes = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **setup.model_hashes()}
     watchdog.enter("comparing data and models")
     data_hashes = {f"data.{split}": digest for split, digest in data.hashes.items()}
-    class_hashes = {f"the module {name} of the loss": digest for name, digest in module_hashes(classes).items()}
+    class_hashes = {f"the module {name} of the loss": digest for name, digest in module_hashes(loss.classes).items()}
     require_same_sources(data_hashes | model_hashes | class_hashes, setup.ranks)
     if not (data.train.documents.has_media or (data.dataset is not None and data.dataset.has_media)):
         with as_config_error("student.train"):
