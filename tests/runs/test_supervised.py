@@ -72,9 +72,8 @@ def test_supervised_runs_are_the_same_under_torchrun(tmp_path: Path) -> None:
     write_run(tmp_path, teacher=False)
     with_chat(tmp_path)
     for name, settings in (("own", COLUMNS), ("chats", CHATS | {"data.turns": "last"})):
-        write_run(
-            tmp_path, teacher=False, **{"data.train": str(tmp_path / f"{name}.jsonl"), "data.eval": 0.1}, **settings
-        )
+        settings = settings | {"data.train": str(tmp_path / f"{name}.jsonl"), "data.eval": 0.1}
+        write_run(tmp_path, teacher=False, **settings)
         for processes in (1, 2):
             distill(tmp_path, f"{name}-{processes}", processes)
         assert_same_weights(tmp_path / f"{name}-2", tmp_path / f"{name}-1")
