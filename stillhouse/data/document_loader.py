@@ -55,9 +55,6 @@ class LoadOptions:
     max_tokens: the maximum number of tokens of a document with its longest prefix.
     tokens: which tokens are targets. It matters only if a record has a prompt or several roles.
     on_error: with "skip", an invalid record is skipped and counted; with "raise", it raises DataError.
-    turns: which of the assistant's turns of a conversation are targets; "last" needs conversations that end with one.
-    column_names: the names of the source's columns, by the names that Stillhouse reads (`renamed`). All other options
-        and the kept records have the source's names.
     columns: the names of additional columns to keep; every record must have them.
     allowed: for some of these columns, the allowed values.
     prefixes: for each teacher, the template of the prefix that this teacher reads (see `PrefixTemplate`).
@@ -69,15 +66,16 @@ class LoadOptions:
     fits_teachers: whether `max_tokens` also limits the number of tokens that a teacher reads, if its processor makes
         more tokens of media than the student's.
     end_ids: the end-of-sequence ids of the student, in addition to the end-of-sequence id of the tokenizer.
+    turns: which of the assistant's turns of a conversation are targets; "last" needs conversations that end with one.
+    column_names: the names of the source's columns, by the names that Stillhouse reads (`renamed`). All other options
+        and the kept records have the source's names.
 
-    Raises ValueError if `max_tokens` is less than 2.
+    Raises ValueError if `max_tokens` is less than 2, and for turns="last" with tokens="all".
     """
 
     max_tokens: int
     tokens: Tokens = "completion"
-    turns: Literal["all", "last"] = "all"
     on_error: Literal["raise", "skip"] = "raise"
-    column_names: Mapping[str, str] = field(default_factory=dict)
     columns: Sequence[str] = ()
     allowed: Mapping[str, Collection[Any]] = field(default_factory=dict)
     prefixes: Mapping[str, str] = field(default_factory=dict)
@@ -87,6 +85,8 @@ class LoadOptions:
     fits_teachers: bool = True
     tools: Sequence[dict[str, Any]] | None = None
     end_ids: Sequence[int] = ()
+    turns: Literal["all", "last"] = "all"
+    column_names: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.max_tokens < 2:

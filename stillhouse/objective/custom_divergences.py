@@ -55,7 +55,7 @@ def divergence_class(name: str, kind: Any) -> type[Divergence]:
 
     Raises ValueError unless it is a frozen dataclass that derives from `Divergence` and has its methods.
     """
-    expected = "expected a class that derives from stillhouse.Divergence"
+    expected = "expected a class that derives from stillhouse.objective.Divergence"
     if not isinstance(kind, type) or not issubclass(kind, Parameters):
         raise ValueError(f"{name} is {kind!r:.80}: {expected}")
     found = kind.divergence()

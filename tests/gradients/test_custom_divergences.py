@@ -16,8 +16,8 @@ from kit.divergence_formulas import TRIANGULAR, Triangular
 from kit.objective_cases import ALL_DIVERGENCES, make_full, make_leaves, run
 from torch import Tensor
 
-from stillhouse import Divergence, parse_divergence, parse_objective
-from stillhouse.objective import Distill, forward_kl, linear_objective
+from stillhouse import parse_divergence, parse_objective
+from stillhouse.objective import Distill, Divergence, forward_kl, linear_objective
 from stillhouse.objective.custom_divergences import check_divergence
 from stillhouse.objective.divergence import Sides, weighted_parts
 from stillhouse.objective.divergence_parameters import Definition
@@ -103,7 +103,7 @@ def test_a_path_stands_wherever_a_name_of_a_divergence_stands() -> None:
 
 @pytest.mark.parametrize(("call", "message"), refused_calls("paths of divergences"))
 def test_a_wrong_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, message: str) -> None:
-    start = "from dataclasses import dataclass\nfrom stillhouse import Divergence\n"
+    start = "from dataclasses import dataclass\nfrom stillhouse.objective import Divergence\n"
     methods = "    def balanced(self, pair): ...\n    def balanced_slope(self, pair): ...\n"
     (tmp_path / "my_losses.py").write_text(
         f"{start}class Plain(Divergence):\n{methods}\n"

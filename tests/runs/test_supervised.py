@@ -136,7 +136,7 @@ def test_prompts_of_an_on_policy_run_have_own_columns(tmp_path: Path, monkeypatc
 
 LOSSES = """
 from dataclasses import dataclass
-from stillhouse import Divergence
+from stillhouse.objective import Divergence
 from stillhouse.objective.numerics import difference, interpolation
 
 
