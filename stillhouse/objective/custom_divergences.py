@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from stillhouse.display import first_line
 from stillhouse.objective.divergence import Divergence, Pivot, Sides, sides
@@ -71,8 +72,9 @@ def divergence_class(name: str, kind: Any) -> type[Divergence]:
 
 def check_divergence(divergence: Divergence) -> None:
     """Raise ValueError if a divergence is wrong on one of a few fixed distributions. The message has the numbers."""
-    _Check(divergence, _LOGITS).check_slopes()
-    _Check(divergence, _LOGITS | _ZEROS).check_numbers()
+    with _disable_current_modes(), torch.no_grad():  # a dry run has tensors without values
+        _Check(divergence, _LOGITS).check_slopes()
+        _Check(divergence, _LOGITS | _ZEROS).check_numbers()
 
 
 class _Check:

@@ -279,6 +279,9 @@ def _made(summand: Summand, kinds: DivergenceKinds) -> Divergence:
     if name in DIVERGENCES:
         return summand.call(DIVERGENCES[name], DIVERGENCES[name].definition.example)
     kind = divergence_class(name, kinds[name] if name in kinds else imported_class(name))
-    divergence = summand.call(kind, kind.definition.example)
+    try:
+        divergence = summand.call(kind, kind.definition.example)
+    except (AssertionError, TypeError) as error:
+        raise ValueError(f"{name} raises {error!r}{summand.place}") from error
     check_divergence(divergence)
     return divergence

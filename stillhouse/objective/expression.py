@@ -91,9 +91,8 @@ class Summand:
             raise ValueError(f"{self.name}: {problem}; expected {form}{self.place}") from error
         try:
             return make(*self.arguments, **dict(self.keywords))
-        except (AssertionError, TypeError, ValueError) as error:  # a user's class can raise the first two
-            problem = str(error) if isinstance(error, ValueError) else f"{self.name} raises {error!r}"
-            raise ValueError(f"{problem}{self.place}") from error
+        except ValueError as error:
+            raise ValueError(f"{error}{self.place}") from error
 
 
 def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summand]:
@@ -181,7 +180,8 @@ def unknown_name(
     near = [other for other in names if summand.name.lower() in synonyms[other]]
     near = near or difflib.get_close_matches(summand.name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return ValueError(f"unknown name {summand.name!r}{hint} (known: {', '.join(names)}){summand.place}")
+    known = f"known: {', '.join(names)}; a class of your own is package.module:Class"
+    return ValueError(f"unknown name {summand.name!r}{hint} ({known}){summand.place}")
 
 
 def check_estimator(estimator: str) -> None:

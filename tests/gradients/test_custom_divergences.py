@@ -15,6 +15,7 @@ from kit.config_cases import refused_calls
 from kit.divergence_formulas import TRIANGULAR, Triangular
 from kit.objective_cases import ALL_DIVERGENCES, make_full, make_leaves, run
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stillhouse import parse_divergence, parse_objective
 from stillhouse.objective import Distill, Divergence, forward_kl, linear_objective
@@ -132,6 +133,14 @@ def test_a_registered_divergence_passes_the_same_check(tmp_path: Path, monkeypat
     assert importlib.metadata.entry_points(group="stillhouse.divergences")
     with pytest.raises(ValueError, match=r"wrong: weighted_slope is .*, but the finite difference"):
         read_objective("0.5*wrong", {"wrong": Wrong})
+
+
+def test_a_dry_run_makes_the_check_with_real_numbers() -> None:
+    """`stillhouse plan` has tensors without values."""
+    with FakeTensorMode():
+        check_divergence(Triangular())
+        with pytest.raises(ValueError, match="own: weighted_slope is"):
+            check_divergence(own(half_square, lambda pair: 2 * square_slope(pair)))
 
 
 @pytest.mark.slow
