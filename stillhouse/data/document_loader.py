@@ -181,6 +181,7 @@ class _Loader:
         if record.problem:
             self._reject(record.where, record.problem)
             return
+        self.unseen = {name: column for name, column in self.unseen.items() if column not in record.fields}
         try:
             template = self.template or self._template_for(record)
             waiting = self._rendered(record, template)
@@ -276,8 +277,6 @@ class _Loader:
             sort_keys=True,
             default=lambda value: value.sha256.hex() if isinstance(value, MediaFile) else str(value),
         )
-        for name in [name for name, column in self.unseen.items() if column in record.fields]:
-            del self.unseen[name]
         values = [kept_value(record.fields, column, options.allowed.get(column)) for column in options.columns]
         reader = None if options.reader is None else record.fields[options.reader]
         prefixes = [

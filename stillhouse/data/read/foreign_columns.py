@@ -53,18 +53,21 @@ def renamed(fields: Fields, columns: Mapping[str, str]) -> Fields:
     Raises RecordError if the record lacks one of these columns (unless it is one of `OPTIONAL`), or if it also has a
     column with the name that Stillhouse reads.
     """
-    found = f"found {name_list(fields)}"
+    if not columns:
+        return fields
     for name, column in columns.items():
         if column not in fields and name not in OPTIONAL:
             near = get_close_matches(column, fields, n=1) or [other for other in fields if other == name]
             hint = f"; did you mean {near[0]!r}?" if near else ""
             if isinstance(fields.get(column.partition(".")[0]), dict):
                 hint = f": {column.partition('.')[0]!r} is an object, and only whole columns can be named"
-            raise RecordError(f"columns: {{{name}: {column}}} names a column that the record lacks ({found}){hint}")
+            raise RecordError(
+                f"columns: {{{name}: {column}}} names a column that the record lacks (found {name_list(fields)}){hint}"
+            )
         if name in fields and name not in columns.values():
             raise RecordError(
                 f"columns: {{{name}: {column}}} reads {column!r} as {name!r}, but the record has {name!r}, too "
-                f"({found}): expected records with one of the two, or no such name in columns"
+                f"(found {name_list(fields)}): expected records with one of the two, or no such name in columns"
             )
     moved = {name: fields[column] for name, column in columns.items() if column in fields}
     return {name: value for name, value in fields.items() if name not in columns.values()} | moved
