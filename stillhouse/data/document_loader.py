@@ -10,22 +10,29 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.data_report import DataReport, TextFindings
 from stillhouse.data.documents import Documents
-from stillhouse.data.media import COLUMNS as MEDIA_COLUMNS
-from stillhouse.data.media import MediaProcessor, with_media
+from stillhouse.data.media import MEDIA_COLUMNS, MediaProcessor, with_media
 from stillhouse.data.media_files import MediaFile
 from stillhouse.data.read.data_source import local_files, read_records
-from stillhouse.data.read.foreign_columns import OPTIONAL, ForeignColumns, foreign_columns, renamed
+from stillhouse.data.read.foreign_columns import (
+    OPTIONAL,
+    ForeignColumns,
+    foreign_columns,
+    renamed,
+    require_read,
+    with_own_names,
+)
 from stillhouse.data.record import (
     MAX_CHARACTERS,
     DataError,
@@ -41,7 +48,7 @@ from stillhouse.data.render.teacher_substitutions import PrefixTemplate, Teacher
 from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
 from stillhouse.data.substitutions import Substitution, piece_substitutions
 from stillhouse.data.token_cache import DocumentWriter, cached_documents, entry_key
-from stillhouse.display import enumerated, first_line
+from stillhouse.display import escaped, first_line
 
 _BATCH = 512  # records per call of the tokenizer
 _REASONS = 5  # the maximum number of errors that a report keeps
@@ -122,7 +129,8 @@ def load_documents(
     def load(folder: Path | None) -> Documents:
         with closing(DocumentWriter(folder)) as writer:
             loader = _Loader(name, tokenizer, options, writer, processor, teachers or {})
-            for record in read_records(source, options.column_names):
+            records = read_records(source, options.column_names)
+            for record in _with_live_line(records, f"tokenizing {name}"):
                 loader.add(record)
             return loader.finish()
 
@@ -135,6 +143,13 @@ def load_documents(
         decisive["teachers"] = {name: teacher.identity() for name, teacher in (teachers or {}).items()}
     key = functools.partial(entry_key, files, tokenizer, decisive)
     return cached_documents(cache, lambda: local_files(source) or [], key, load)
+
+
+def _with_live_line(records: Iterator[Record], words: str) -> Iterable[Record]:
+    """Show the number of records after a second, on a terminal of rank 0."""
+    is_hidden = True if os.environ.get("RANK", "0") != "0" else None  # None: on a terminal only
+    lines: Iterable[Record] = tqdm(records, escaped(words), unit=" records", leave=False, delay=1, disable=is_hidden)
+    return lines
 
 
 class _Waiting(NamedTuple):
@@ -217,8 +232,10 @@ class _Loader:
         for name, column in self.unseen.items():
             raise ValueError(f"{report.source}: columns: {{{name}: {column}}} names a column that no record has")
         tokens_N, targets_N = self.writer.arrays()
+        self.findings.add_duplicates(np.asarray(self.writer.keys, dtype=np.uint64), self.writer.sources)
         report = report.counted(self.writer.sources, len(tokens_N), targets_N.sum())
         report.trained_ends = sorted(self.findings.trained_ends)
+        report.duplicates, report.empty_answers = (self.findings.count(kind) for kind in ("duplicate", "empty"))
         report.warnings.extend(self.findings.warnings(report.source))
         report.warnings.extend(f"{report.source}: {line}" for line in self.template.warnings())
         return self.writer.documents(report, self.options.columns, self.prefix_templates, self.teachers)
@@ -227,18 +244,20 @@ class _Loader:
         """Choose the template and the conversion of columns. Raises RecordError for an error of the record, and
         DataError for an error that concerns all records, which on_error="skip" does not skip.
         """
-        targets = self.options.targets
+        targets, names = self.options.targets, self.options.column_names
         tools = None if self.options.tools is None else list(self.options.tools)
         try:
-            fields = renamed(first.fields, self.options.column_names)
+            fields = renamed(first.fields, names)
             self.foreign = foreign_columns(fields, self.tokenizer, prompts=targets == "none")
             fields = self._converted(first)
             template = template_for(fields, self.tokenizer, targets, self.processor, tools, self.end_ids)
-            self._require_read(template)
+            extras = (*template.extras, *MEDIA_COLUMNS) if template.extras else ()  # only conversations have media
+            foreign = () if self.foreign is None else self.foreign.columns
+            require_read(names, (*template.columns, *extras, *foreign), template.columns)
         except RecordError:
             raise
         except ValueError as error:
-            raise DataError(first.where, self._in_words(str(error))) from error
+            raise DataError(first.where, with_own_names(str(error), names)) from error
         self.template = template
         self.report.form = "" if self.foreign is None else self.foreign.words
         return self.template
@@ -248,28 +267,10 @@ class _Loader:
         fields = fields if self.foreign is None else self.foreign.convert(fields)
         return with_media(replace(record, fields=fields)).fields
 
-    def _require_read(self, template: Template) -> None:
-        """Raise ValueError if records of this form do not read one of `column_names`."""
-        foreign = () if self.foreign is None else self.foreign.columns
-        read = (*template.columns, *template.extras, *foreign, *(MEDIA_COLUMNS if template.extras else ()))
-        for name, column in self.options.column_names.items():
-            if name not in read:
-                raise ValueError(
-                    f"columns: {{{name}: {column}}} has no effect, because the records are read as "
-                    f"{enumerated(template.columns, 'and')}: expected only names that these records read"
-                )
-
-    def _in_words(self, problem: str) -> str:
-        """An error of a record; if it quotes a name of `column_names`, with the name of the source's column."""
-        names = self.options.column_names.items()
-        quoted = [f"{name}: {column}" for name, column in names if f"'{name}'" in problem and name != column]
-        has_names = "columns: {" in problem or not quoted
-        return problem if has_names else f"{problem}; columns: {{{', '.join(quoted)}}}"
-
     def _rendered(self, record: Record, template: Template) -> _Waiting:
         fields, options = self._converted(record), self.options
         rendered = template.render(fields)
-        self.findings.add(rendered, record.where)
+        self.findings.add(rendered, fields, record.where)
         # The key is the first 64 bits of the sha256 of the used columns, with the hashes of files in place of paths.
         used = [*template.columns, *(column for column in template.extras if fields.get(column))]
         content = json.dumps(
@@ -304,7 +305,7 @@ class _Loader:
         )
 
     def _reject(self, where: str, problem: str, cause: Exception | None = None) -> None:
-        error = DataError(where, self._in_words(problem))
+        error = DataError(where, with_own_names(problem, self.options.column_names))
         if self.options.on_error == "raise":
             raise error from cause
         self.report.skipped += 1

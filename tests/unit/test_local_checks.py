@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from kit.config_cases import MESSAGES, refused_calls
+from kit.runs import write_records, write_run
 
 from stillhouse.config import load_config
 from stillhouse.run.local_checks import check_local
@@ -33,6 +34,15 @@ data: {train: train.jsonl, eval: 0, max_tokens: 32}
 train: {tokens_per_step: 128, micro_batch_tokens: 64, steps: 2}
 out: runs/a
 """
+#: files of data whose first record cannot be used, by their names
+DATA = {
+    "broken.jsonl": '{"text": "a"\n{"text": "b"}\n',
+    "answers.jsonl": '{"question": "a", "answer": "b"}\n',
+    "empty.jsonl": "",
+    "prompts.jsonl": '{"prompt": "a"}\n',
+    "mixed/a.jsonl": '{"text": "a"}\n',
+    "mixed/b.jsonl": '{"prompt": "a", "completion": "b"}\n',
+}
 
 
 @pytest.fixture
@@ -41,6 +51,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "student" / "config.json").write_text("{}")
     (tmp_path / "run.yaml").write_text(RUN)
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    for name, text in DATA.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     (tmp_path / "mine.py").write_text("def accuracy(context): ...\n")
     (tmp_path / "typo.py").write_text("def f(context:\n")
     monkeypatch.chdir(tmp_path)
@@ -86,6 +99,17 @@ def test_what_may_be_right_passes(folder: Path, override: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.train=broken.jsonl", "data.on_error=skip"],
+        ["data.train=prompts.jsonl", "rollout.max_new_tokens=8", "objective.loss=reverse_kl"],
+    ],
+)
+def test_data_that_a_run_can_use_passes(folder: Path, overrides: list[str]) -> None:
+    check_local(load_config(folder / "run.yaml", overrides), ("data",))
+
+
+@pytest.mark.parametrize(
     ("text", "is_there"),
     [
         *(("def f(a): ...", True), ("async def f(a): ...", True), ("class f: ...", True)),
@@ -119,3 +143,18 @@ def test_broken_modules(folder: Path, monkeypatch: pytest.MonkeyPatch, file: str
     for refuses in (require_in_file, partial(load_function, REWARD)):
         with pytest.raises(ValueError, match=f"got 'broken.part:f', but importing broken.part raises {problem}"):
             refuses("broken.part:f")
+
+
+def test_renamed_columns_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
+    """In the first record of each source, also with a source's own names."""
+    own, other = ({name: "a", "answer": "b"} for name in ("question", "query"))
+    write_records(tmp_path / "own.jsonl", [own])
+    write_records(tmp_path / "other.jsonl", [other])
+    names, others = ({"prompt": name, "completion": "answer"} for name in ("question", "query"))
+    sources = [{"source": str(tmp_path / "own.jsonl")}, {"source": str(tmp_path / "other.jsonl"), "columns": others}]
+    settings = {"data.eval": str(tmp_path / "own.jsonl"), "data.columns": names}
+    check_local(write_run(tmp_path, teacher=False, **settings, **{"data.train": sources}), ["data"])
+    with pytest.raises(
+        ValueError, match=r"other\.jsonl:1: columns: {prompt: question} names a column that the record la"
+    ):
+        check_local(write_run(tmp_path, teacher=False, **settings, **{"data.train": sources[1]["source"]}), ["data"])
