@@ -59,6 +59,8 @@ _ADDED: dict[str, Any] = {
     "data.chat_template": None,
     "data.image_pixels": None,
     "data.packing": "auto",
+    "data.columns": None,
+    "data.turns": "all",
     "train.optimizer": "adamw",
     "train.momentum": 0.95,
     "student.init": None,

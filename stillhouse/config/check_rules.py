@@ -24,10 +24,7 @@ from stillhouse.registry import load_all
 def check_rules(config: RunConfig) -> None:
     """Raise ConfigError if the configuration has mistakes. The error lists the first mistake of each key."""
     mistakes: dict[str | None, ConfigError] = {}
-    losses = dict(config.objective.losses)
-    if config.student.mtp is not None and config.student.mtp.objective is not None:
-        losses["student.mtp.objective"] = config.student.mtp.objective
-    for key, loss in losses.items():
+    for key, loss in config.losses.items():
         try:
             expression_fields(loss, load_all("stillhouse.divergences"))
         except ValueError as error:

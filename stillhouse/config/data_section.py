@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
 from stillhouse.config.rollout_section import SourceRolloutConfig
-from stillhouse.config.section import PathText, Section, Share
+from stillhouse.config.section import PathText, Section, Share, Text
 
 #: a valid name of an evaluation set. mtp_1, … are excluded, because metrics of MTP depths contain them
 _NAME = re.compile(r"(?!mtp_\d+$)[A-Za-z][A-Za-z0-9_-]*")
@@ -27,6 +28,28 @@ def _checked_name(name: str) -> str:
     return name
 
 
+def _checked_columns(columns: dict[str, str]) -> dict[str, str]:
+    taken = dict[str, str]()
+    for name, column in columns.items():
+        if name not in COLUMNS:
+            known = ", ".join(COLUMNS)
+            if column in COLUMNS:
+                raise ValueError(f"got {{{name}: {column}}}, expected your column on the right: {{{column}: {name}}}")
+            near = get_close_matches(name, COLUMNS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"got the name {name!r}, expected one of {known}{hint}")
+        if (other := taken.setdefault(column, name)) != name:
+            raise ValueError(f"got the column {column!r} for {other} and for {name}, expected two columns")
+    return columns
+
+
+#: the columns that Stillhouse reads. The first four make a record form, and the last five are those of other projects
+COLUMNS: tuple[str, ...] = ("text", "prompt", "completion", "messages", "tools", "images", "image")
+COLUMNS += ("conversations", "system", "instruction", "input", "output")
+#: the names of columns in the user's files, by the names that Stillhouse reads
+Columns = Annotated[dict[str, Text], AfterValidator(_checked_columns)]
+
+
 class SourceConfig(Section):
     """One source of a mixture, and its share of the tokens or, with rollout, of the prompts."""
 
@@ -36,6 +59,10 @@ class SourceConfig(Section):
     """The weight of the source. Its share is the weight divided by the sum of all weights."""
     name: Annotated[str, AfterValidator(_checked_name)] | None = None
     """The name of the source in metrics, with rollout. null: the name of its file or folder, without extension."""
+    columns: Columns | None = None
+    """The names of this source's columns, in place of data.columns. {}: the names that Stillhouse reads."""
+    turns: Literal["all", "last"] | None = None
+    """The turns of this source's conversations, in place of data.turns."""
     rollout: SourceRolloutConfig | None = None
     """Keys of the section rollout for the prompts of this source."""
 
@@ -48,10 +75,8 @@ class SourceConfig(Section):
 
     @model_serializer(mode="wrap")
     def _set_keys(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out name and rollout if they are null, so that runs of earlier versions can be resumed."""
-        return {
-            key: value for key, value in write(self).items() if key not in ("name", "rollout") or value is not None
-        }
+        """Leave out keys with null, which earlier versions did not have, so that their runs can be resumed."""
+        return {key: value for key, value in write(self).items() if value is not None}
 
 
 def source_prefix(sources: Sequence[SourceConfig], number: int, name: str) -> str:
@@ -97,6 +122,15 @@ class DataConfig(Section):
     """Held-out documents: a source as in train, or the share of train's documents that are held out; a hash of their
     content chooses them. 0: no held-out documents. {name: source, …}: several sets; each set also has its own
     metrics, such as eval/name/cross_entropy."""
+    columns: Columns | None = Field(default=None, examples=[{"prompt": "question", "completion": "answer"}])
+    """The names of columns in your files, by the names that Stillhouse reads: text, prompt, completion, messages,
+    tools, images, image, and those of ShareGPT and Alpaca (conversations, system, instruction, input, output). They
+    hold for data.train, data.eval and eval.prompts.data. A source in a list in data.train can have its own columns.
+    Rewards and teachers.route read the records under the names in the files. null: no other names."""
+    turns: Literal["all", "last"] = "all"
+    """The turns of the assistant that are targets. all: all turns of a conversation or completion. last: only the
+    last message, which must be the assistant's; earlier turns are context as the chat template writes it. Templates
+    of reasoning models write earlier turns without their thoughts. No effect on records of strings."""
     max_tokens: int = Field(default=2048, ge=2)
     """The maximum number of tokens of a packed sequence. A longer text is split into several documents; a longer
     conversation or completion is cut at its end, and the cuts are counted."""
@@ -117,6 +151,14 @@ class DataConfig(Section):
     folder. null: no folder. No effect on hub ids and on the prompts of rollout."""
     on_error: Literal["raise", "skip"] = "raise"
     """The treatment of a malformed record. raise: the run stops. skip: the record is left out and counted."""
+
+    @property
+    def turns_in_words(self) -> str:
+        """The assistant's turns that are targets, for the objective in words."""
+        turns = {source.turns or self.turns for source in self.weighted_sources} or {self.turns}
+        if turns == {"all"}:
+            return "assistant turns"
+        return "the last turn of conversations" if turns == {"last"} else "assistant turns (in some sources the last)"
 
     @property
     def weighted_sources(self) -> list[SourceConfig]:

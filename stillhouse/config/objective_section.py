@@ -51,7 +51,9 @@ class ObjectiveConfig(_PartKeys):
 
     loss: Text = "forward_kl"
     """A sum of cross_entropy and divergences with coefficients, such as 0.3*cross_entropy + 0.7*jsd(0.5); the
-    divergences are listed in docs/objective.md. Without this key, a run with the section rollout has reverse_kl."""
+    divergences are listed in docs/objective.md. package.module:Class is a divergence of your own: a subclass of
+    stillhouse.objective.Divergence, whose docstring has the contract. Its slope is checked against its value.
+    Without this key, a run with the section rollout has reverse_kl."""
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits of student and teacher in divergences, and the student's logits in entropy. No effect
     on cross_entropy."""

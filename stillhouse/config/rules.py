@@ -8,7 +8,7 @@ import re
 from itertools import combinations
 from pathlib import Path
 
-from stillhouse.config.data_section import is_source_name
+from stillhouse.config.data_section import SourceConfig, is_source_name
 from stillhouse.config.evaluation_section import KNOWN, compares_with_teacher, is_of_callback, set_of
 from stillhouse.config.reward_sum import has_part_of_object, reward_parts
 from stillhouse.config.rule import NAMED, Rule, default, excludes, needs
@@ -146,6 +146,15 @@ RULES: tuple[Rule, ...] = (
         "context parallelism divides each completion",
     ),
     excludes("objective.tokens", "rollout", because="a run with rollout trains only on completions"),
+    Rule(
+        ("objective.tokens", "data.turns", "data.train"),
+        lambda tokens, turns, sources: (
+            tokens == "all"
+            and "last" in (turns, *(source.turns for source in sources if isinstance(source, SourceConfig)))
+        ),
+        "completion",
+        "with data.turns=last, only the last turn of a conversation is a target",
+    ),
     excludes("teacher.cross_tokenizer", "rollout"),
     # an objective for each origin
     Rule(

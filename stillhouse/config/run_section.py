@@ -64,6 +64,13 @@ class RunConfig(Section):
         by_source = [self.rollout.for_source(source.rollout) for source in self.data.weighted_sources]
         return by_source or [self.rollout]
 
+    @property
+    def losses(self) -> dict[str, str]:
+        """The expressions of all objectives, by their keys."""
+        mtp = self.student.mtp
+        at_depths = {} if mtp is None or mtp.objective is None else {"student.mtp.objective": mtp.objective}
+        return self.objective.losses | at_depths
+
     def rollout_key(self, source: int, name: str) -> str:
         """Return the full key that sets a key of rollout for the prompts of a source of data.train.
 

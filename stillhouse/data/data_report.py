@@ -107,8 +107,9 @@ _WARNINGS = {
     "thought": (
         "the chat template does not write {what}, so the student does not learn it. Templates of reasoning models "
         "leave out the thoughts of turns before the last question, and each of them reads thoughts from only one "
-        "key, such as 'reasoning_content'. To train on the thoughts, set a template that writes them "
-        "(data.chat_template), or give one record for each turn, as 'prompt' and 'completion'"
+        "key, such as 'reasoning_content'. In {turns} turns, the student learns to answer without thoughts. To train "
+        "on the thoughts, set a template that writes them (data.chat_template), or give one record for each turn, as "
+        "'prompt' and 'completion'"
     ),
     "changed": "the chat template writes {what} with changes inside the text",
     "key": "the chat template does not write {what}, so the student does not see it",
@@ -121,6 +122,8 @@ _WARNINGS = {
         "prompt (data.chat_template), and begin the completions with it"
     ),
 }
+
+_LAST_TURNS = ". To train on the last turn of each conversation alone, with its thoughts, set data.turns=last"
 
 
 class TextFindings:
@@ -136,11 +139,13 @@ class TextFindings:
             token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special
         }
         self._counts, self._first = Counter[str](), dict[str, tuple[str, str]]()
+        self._turns_without_thoughts = 0
         self.trained_ends: set[int] = set()
 
     def add(self, rendered: Rendered, fields: Mapping[str, Any], where: str) -> None:
         """Find the warnings that a record needs, and count them. where: `file:line` of the record."""
         findings = dict(rendered.lost)
+        self._turns_without_thoughts += rendered.turns_without_thoughts
         body, prompt = rendered.body, rendered.prompt
         if MARK in prompt + body and (rendered.encoded is None or not rendered.encoded.media):
             findings["mark"] = ""
@@ -191,5 +196,7 @@ class TextFindings:
             if kind in first:
                 where, what = first[kind]
                 count = self._counts[kind]
-                lines.append(f"{where}: {text.replace('{what}', what)} (such records: {count:,})")
+                text += _LAST_TURNS if kind == "thought" and self._targets == "completion" else ""
+                text = text.replace("{turns}", f"{self._turns_without_thoughts:,}").replace("{what}", what)
+                lines.append(f"{where}: {text} (such records: {count:,})")
         return lines

@@ -22,10 +22,17 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.data_report import DataReport, TextFindings
 from stillhouse.data.documents import Documents
-from stillhouse.data.media import MediaProcessor, with_media
+from stillhouse.data.media import MEDIA_COLUMNS, MediaProcessor, with_media
 from stillhouse.data.media_files import MediaFile
 from stillhouse.data.read.data_source import local_files, read_records
-from stillhouse.data.read.foreign_columns import ForeignColumns, foreign_columns
+from stillhouse.data.read.foreign_columns import (
+    OPTIONAL,
+    ForeignColumns,
+    foreign_columns,
+    renamed,
+    require_read,
+    with_own_names,
+)
 from stillhouse.data.record import (
     MAX_CHARACTERS,
     DataError,
@@ -66,8 +73,11 @@ class LoadOptions:
     fits_teachers: whether `max_tokens` also limits the number of tokens that a teacher reads, if its processor makes
         more tokens of media than the student's.
     end_ids: the end-of-sequence ids of the student, in addition to the end-of-sequence id of the tokenizer.
+    turns: which of the assistant's turns of a conversation are targets; "last" needs conversations that end with one.
+    column_names: the names of the source's columns, by the names that Stillhouse reads (`renamed`). All other options
+        and the kept records have the source's names.
 
-    Raises ValueError if `max_tokens` is less than 2.
+    Raises ValueError if `max_tokens` is less than 2, and for turns="last" with tokens="all".
     """
 
     max_tokens: int
@@ -82,14 +92,18 @@ class LoadOptions:
     fits_teachers: bool = True
     tools: Sequence[dict[str, Any]] | None = None
     end_ids: Sequence[int] = ()
+    turns: Literal["all", "last"] = "all"
+    column_names: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens must be at least 2 (an input token and a target), got {self.max_tokens}")
+        if self.turns == "last" and self.tokens == "all":
+            raise ValueError("turns='last' with tokens='all': expected tokens='completion'")
 
     @property
     def targets(self) -> Targets:
-        return "none" if self.prompts else self.tokens
+        return "none" if self.prompts else "last" if self.turns == "last" else self.tokens
 
 
 def load_documents(
@@ -115,7 +129,8 @@ def load_documents(
     def load(folder: Path | None) -> Documents:
         with closing(DocumentWriter(folder)) as writer:
             loader = _Loader(name, tokenizer, options, writer, processor, teachers or {})
-            for record in _with_live_line(read_records(source), f"tokenizing {name}"):
+            records = read_records(source, options.column_names)
+            for record in _with_live_line(records, f"tokenizing {name}"):
                 loader.add(record)
             return loader.finish()
 
@@ -171,6 +186,8 @@ class _Loader:
         self.foreign: ForeignColumns | None = None
         self.waiting: list[_Waiting] = []
         self.characters = 0  # the number of characters of all waiting records
+        #: the optional columns of `column_names` that no record has had
+        self.unseen = {name: column for name, column in options.column_names.items() if name in OPTIONAL}
         self.end_ids = {*options.end_ids, *([] if (eos := tokenizer.eos_token_id) is None else [eos])}
         self.findings = TextFindings(tokenizer, options.targets, self.end_ids)
 
@@ -179,6 +196,7 @@ class _Loader:
         if record.problem:
             self._reject(record.where, record.problem)
             return
+        self.unseen = {name: column for name, column in self.unseen.items() if column not in record.fields}
         try:
             template = self.template or self._template_for(record)
             waiting = self._rendered(record, template)
@@ -211,6 +229,8 @@ class _Loader:
                     f"max_tokens={self.options.max_tokens}; {report.cut_documents} were cut at this limit)"
                 )
             raise ValueError("\n  ".join([text, *report.reasons]))
+        for name, column in self.unseen.items():
+            raise ValueError(f"{report.source}: columns: {{{name}: {column}}} names a column that no record has")
         tokens_N, targets_N = self.writer.arrays()
         self.findings.add_duplicates(np.asarray(self.writer.keys, dtype=np.uint64), self.writer.sources)
         report = report.counted(self.writer.sources, len(tokens_N), targets_N.sum())
@@ -224,21 +244,27 @@ class _Loader:
         """Choose the template and the conversion of columns. Raises RecordError for an error of the record, and
         DataError for an error that concerns all records, which on_error="skip" does not skip.
         """
-        targets = self.options.targets
+        targets, names = self.options.targets, self.options.column_names
         tools = None if self.options.tools is None else list(self.options.tools)
         try:
-            self.foreign = foreign_columns(first.fields, self.tokenizer, prompts=targets == "none")
+            fields = renamed(first.fields, names)
+            self.foreign = foreign_columns(fields, self.tokenizer, prompts=targets == "none")
             fields = self._converted(first)
-            self.template = template_for(fields, self.tokenizer, targets, self.processor, tools, self.end_ids)
+            template = template_for(fields, self.tokenizer, targets, self.processor, tools, self.end_ids)
+            extras = (*template.extras, *MEDIA_COLUMNS) if template.extras else ()  # only conversations have media
+            foreign = () if self.foreign is None else self.foreign.columns
+            require_read(names, (*template.columns, *extras, *foreign), template.columns)
         except RecordError:
             raise
         except ValueError as error:
-            raise DataError(first.where, str(error)) from error
+            raise DataError(first.where, with_own_names(str(error), names)) from error
+        self.template = template
         self.report.form = "" if self.foreign is None else self.foreign.words
         return self.template
 
     def _converted(self, record: Record) -> dict[str, Any]:
-        fields = record.fields if self.foreign is None else self.foreign.convert(record.fields)
+        fields = renamed(record.fields, self.options.column_names)
+        fields = fields if self.foreign is None else self.foreign.convert(fields)
         return with_media(replace(record, fields=fields)).fields
 
     def _rendered(self, record: Record, template: Template) -> _Waiting:
@@ -252,10 +278,10 @@ class _Loader:
             sort_keys=True,
             default=lambda value: value.sha256.hex() if isinstance(value, MediaFile) else str(value),
         )
-        values = [kept_value(fields, column, options.allowed.get(column)) for column in options.columns]
-        reader = None if options.reader is None else fields[options.reader]
+        values = [kept_value(record.fields, column, options.allowed.get(column)) for column in options.columns]
+        reader = None if options.reader is None else record.fields[options.reader]
         prefixes = [
-            prefix.render(fields, template) if reader in (None, name) else ""
+            prefix.render(record.fields | fields, template) if reader in (None, name) else ""
             for name, prefix in self.prefix_templates.items()
         ]
         media: dict[str, list[Substitution]] = {}
@@ -279,7 +305,7 @@ class _Loader:
         )
 
     def _reject(self, where: str, problem: str, cause: Exception | None = None) -> None:
-        error = DataError(where, problem)
+        error = DataError(where, with_own_names(problem, self.options.column_names))
         if self.options.on_error == "raise":
             raise error from cause
         self.report.skipped += 1

@@ -32,7 +32,7 @@ GROUP = "stillhouse.media"
 #: the words for media in messages; the first word is also part of the names of stored fields
 MEDIA, MEDIUM = "images", "an image"
 #: the columns of records that contain media
-_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
+MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 _MESSAGE_COLUMNS = ("messages", "prompt", "completion")
 
 #: computes the rotary positions [S, A] of one document from its ids [S], its token types ([S] or None) and its media;
@@ -158,7 +158,7 @@ def with_media(record: Record) -> Record:
     columns = (record.fields.get(name) for name in _MESSAGE_COLUMNS)
     messages = [message for column in columns if isinstance(column, list) for message in column]
     has_parts = any(isinstance(item, dict) and isinstance(item.get("content"), list) for item in messages)
-    if has_parts or any(name in record.fields for name in _COLUMNS):
+    if has_parts or any(name in record.fields for name in MEDIA_COLUMNS):
         for kind in load_all(GROUP).values():
             record = kind.with_files(record)
     return record

@@ -180,6 +180,7 @@ def held_out_prompts(models: Models, data: Data, plan: RolloutPlan | None, setti
     environment = None if rollout is None else environment_of(rollout)
     options = LoadOptions(
         data.train.max_tokens - settings.max_new_tokens,
+        column_names=data.columns,
         columns=() if route is None else (route,),
         allowed={} if route is None else {route: list(named)},
         prefixes=prefixes,
@@ -193,7 +194,11 @@ def held_out_prompts(models: Models, data: Data, plan: RolloutPlan | None, setti
             settings.data, data.tokenizer, options, processor=data.media_processor, teachers=data.teacher_media
         )
     has_reply = rollout is not None and rollout.reply_role
-    if rollout is not None and has_reply and not are_conversations(documents.records[0], data.tokenizer):
+    if (
+        rollout is not None
+        and has_reply
+        and not are_conversations(documents.records[0], data.tokenizer, data.columns)
+    ):
         raise ConfigError(
             "eval.prompts.data",
             f"the prompts of {settings.data} are strings, with rollout.reply={rollout.reply}: expected conversations "

@@ -29,6 +29,7 @@ from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import ModelSource, Ranks, ShardedMicroBatches
 from stillhouse.rollout import PromptPlan
 from stillhouse.signals import NoTeacher, SignalSource, SignalStore
+from stillhouse.user_code.functions import UserFunction
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class Data:
     processors: hashes of the media processors that determine pixels, by the sections of their models. `hashes`
         depends on these hashes.
     by_length: whether a micro-batch has documents of similar lengths, because a model runs one document per row.
+    columns: the names of columns in the files, by the names that Stillhouse reads.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -145,6 +147,7 @@ class Data:
     teacher_media: Mapping[str, TeacherMedia] = field(default_factory=dict)
     processors: Mapping[str, str] = field(default_factory=dict)
     by_length: bool = False
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_media(self) -> bool:
@@ -180,10 +183,12 @@ class Loss:
 
     spec: the parsed objective.
     in_words: a sentence that describes the objective.
+    classes: the user's classes of divergences.
     """
 
     spec: ObjectiveSpec
     in_words: str
+    classes: Sequence[UserFunction] = ()
 
 
 @dataclass(frozen=True)

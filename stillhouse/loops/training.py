@@ -246,7 +246,8 @@ def training(
     with models.ranks.all_raise(ConfigError):
         if is_first():
             sections = ((), None) if rollout is None else (rollout.configs, rollout.config)
-            functions = FunctionStates(loaded_functions(schedule.eval_config, *sections))
+            loaded = loaded_functions(schedule.eval_config, *sections)
+            functions = FunctionStates([*loaded, *session.loss.classes])
     progress = _progress(
         models,
         session.identity,

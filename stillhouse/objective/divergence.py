@@ -28,12 +28,12 @@ compare them with the slopes.
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stillhouse.objective.divergence_parameters import Parameters, require_weight, shortest
+from stillhouse.objective.divergence_parameters import Definition, Parameters, require_weight, shortest
 from stillhouse.objective.numerics import excess, expect, log_ratio
 
 
@@ -71,8 +71,46 @@ def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Pivo
 class Divergence(Parameters):
     """D(p, q) as two pointwise functions. Sums and positive multiples of divergences are divergences.
 
-    A subclass is a frozen dataclass whose fields are the divergence's parameters.
+    A subclass is a frozen dataclass whose fields are the divergence's parameters, such as
+
+        @dataclass(frozen=True)
+        class TriangularDiscrimination(Divergence):
+            alpha: float = 0.5
+
+            def balanced(self, pair):                      # f = (p − q)² / m, m = αp + (1 − α)q
+                gap, m = self.gap(pair)
+                return gap * (gap / m)
+
+            def balanced_slope(self, pair):                # q·∂f/∂q = q·(2 (q − p)/m − (1 − α) (q − p)²/m²)
+                gap, m = self.gap(pair)
+                return (pair.q / m) * gap * (2 - (1 - self.alpha) * (gap / m))
+
+            def gap(self, pair):
+                m = interpolation(pair.p, pair.q, self.alpha)
+                return difference(pair.p, pair.q, pair.ratio), m
+
+    An expression names it by `package.module:Class`, as in `0.5*my_module:TriangularDiscrimination(0.3)`. It then
+    passes the check of `custom_divergences.py`. The contract of the two methods:
+
+    - They are elementwise: all tensors of `pair` have the same shape, usually [tokens, vocabulary], and so has the
+      result, with the same dtype (float32 in a run, float64 in the check). A tensor may be a shard of the vocabulary.
+    - They are finite where p or q is 0, where log p or log q is −inf, and where e^(log p) underflows, and 0 where
+      both are 0. A class whose divergence is truly infinite there says so in `definition.infinite`.
+    - torch.compile reads them: no `.item()`, and no Python condition on a tensor's values. Autograd must be able to
+      differentiate `balanced`. `numerics.py` has functions that keep the digits where p and q are close.
+
+    definition: its texts; by default, the name is `package.module:Class`.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        inherited = getattr(cls, "definition", None)
+        if inherited is None or (":" in inherited.name and "definition" not in vars(cls)):  # of another path
+            cls.definition = Definition(f"{cls.__module__}:{cls.__qualname__}", "", "")
+
+    @classmethod
+    def divergence(cls) -> "type[Divergence]":
+        return cls
 
     @abstractmethod
     def balanced(self, pair: Sides) -> Tensor:

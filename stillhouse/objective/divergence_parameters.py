@@ -159,8 +159,11 @@ PARAMETERS: DivergenceKinds = {
 }
 
 
-def require_weight(weight: float, part: Parameters) -> None:
-    """Raise ValueError unless the weight of a divergence in a sum is a positive number. part: the divergence"""
+def require_weight(weight: float, part: Parameters | str) -> None:
+    """Raise ValueError unless the weight of a divergence in a sum is a positive number.
+
+    part: the divergence, or the path of a user's class.
+    """
     if isinstance(weight, bool) or not (weight > 0 and math.isfinite(weight)):
         raise ValueError(f"weight {weight} of {part}: expected a positive number")
 

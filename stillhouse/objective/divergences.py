@@ -8,17 +8,19 @@ Sources: Jensen–Shannon with a weight: GKD (arXiv 2306.13649); skewed KL: Dist
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor
 
+from stillhouse.objective.custom_divergences import check_divergence, divergence_class, imported_class
 from stillhouse.objective.divergence import Divergence, KullbackLeibler, Sides, sides
 from stillhouse.objective.divergence_parameters import (
     PARAMETERS,
     AlphaBetaParameters,
+    DivergenceKinds,
     ForwardKLParameters,
     JensenShannonParameters,
     ReverseKLParameters,
@@ -250,19 +252,36 @@ skew_forward_kl, skew_reverse_kl, alpha_beta = SkewForwardKL, SkewReverseKL, Alp
 def parse_divergence(text: str) -> Divergence:
     """Return the divergence of an expression, for example '0.9*forward_kl + 0.1*jsd(0.5, normalized=True)'.
 
-    Raises ValueError for an unknown name (the message suggests a known name), wrong arguments, or a weight ≤ 0.
+    A class of yours has the name `package.module:Class`. It is imported and checked (`custom_divergences.py`).
+
+    Raises ValueError for an unknown name (the message suggests a known name), wrong arguments, a weight ≤ 0, or a
+    class that does not pass its check.
     """
     summands = parse_sum(text)
     for summand in summands:
-        if summand.name not in DIVERGENCES:
+        if summand.name not in DIVERGENCES and not summand.is_path:
             raise unknown_name(summand, PARAMETERS)
-    return weighted_sum(summands, DIVERGENCES)
+    return weighted_sum(summands, {})
 
 
-def weighted_sum(summands: Sequence[Summand], kinds: Mapping[str, type[Divergence]]) -> Divergence:
-    """Return the weighted sum of the divergences that the summands name. kinds: the divergence classes by name."""
-    parts = [
-        summand.coefficient * summand.call(kinds[summand.name], kinds[summand.name].definition.example)
-        for summand in summands
-    ]
-    return reduce(operator.add, parts)
+def weighted_sum(summands: Sequence[Summand], kinds: DivergenceKinds) -> Divergence:
+    """Return the weighted sum of the divergences that the summands name.
+
+    kinds: the divergences of other packages by name. A path that is not among them is imported.
+
+    Raises ValueError for a class that is not one of this package's and does not pass its check.
+    """
+    return reduce(operator.add, (summand.coefficient * _made(summand, kinds) for summand in summands))
+
+
+def _made(summand: Summand, kinds: DivergenceKinds) -> Divergence:
+    name = summand.name
+    if name in DIVERGENCES:
+        return summand.call(DIVERGENCES[name], DIVERGENCES[name].definition.example)
+    kind = divergence_class(name, kinds[name] if name in kinds else imported_class(name))
+    try:
+        divergence = summand.call(kind, kind.definition.example)
+    except (AssertionError, TypeError) as error:
+        raise ValueError(f"{name} raises {error!r}{summand.place}") from error
+    check_divergence(divergence)
+    return divergence

@@ -3,10 +3,12 @@
     0.3*cross_entropy + 0.7*jsd(0.5)
     0.9*forward_kl + 0.1*skew_reverse_kl(alpha=0.1)
     policy_gradient(clip_low=0.2, surrogate=cispo) + 0.1*sampled_kl(k3)
+    0.5*my_package.my_module:Chi2(2) + 0.5*forward_kl
 
 A name is a divergence (`divergence_parameters.py`), `cross_entropy(label_smoothing=…)`, `z_loss` or `entropy` (an
 entropy bonus has a negative coefficient). All divergences of a sum become one term, whose name in metrics is the
-expression of these divergences.
+expression of these divergences. A name with a colon is the path of a user's class of a divergence; this file only
+reads the path.
 
 Two more terms train on the tokens of a batch of rollouts that the student has sampled: `sampled_kl(k2)` or
 `sampled_kl(k3)`, and `policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `policy_parameters.py`.
@@ -34,6 +36,8 @@ from stillhouse.objective.policy_parameters import policy_fields
 
 Made = TypeVar("Made")
 Words = Mapping[str, Collection[str]]
+#: the path of a user's class, package.module:Class
+_PATH = re.compile(r"(?<![\w.])[^\W\d][\w.]*:[^\W\d]\w*")
 #: the names of the grammar that are not divergences, each with other words that users could write for it
 OTHERS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("ce", "nll", "sft", "xent", "hard_loss"),
@@ -60,6 +64,11 @@ class Summand:
     arguments: tuple[float | bool | str, ...] = ()
     keywords: tuple[tuple[str, float | bool | str], ...] = ()
     place: str = field(default="", compare=False)
+
+    @property
+    def is_path(self) -> bool:
+        """Whether the name is the path of a user's class."""
+        return ":" in self.name
 
     def call(self, make: Callable[..., Made], example: str = "") -> Made:
         """Return make(*arguments, **keywords).
@@ -95,8 +104,8 @@ def parse_sum(text: str, take_words: Words = MappingProxyType({})) -> list[Summa
     Raises ValueError, whose message quotes the invalid part of the text.
     """
     text = text.strip()
-    try:
-        tree = ast.parse(text, mode="eval")
+    try:  # Python has no such paths, so a name of the same length replaces each of them
+        tree = ast.parse(_PATH.sub(lambda path: re.sub("[.:]", "_", path[0]), text), mode="eval")
     except SyntaxError as error:
         raise ValueError(
             f"cannot read {text!r}: expected a sum such as '0.3*cross_entropy + 0.7*jsd(0.5)'"
@@ -119,7 +128,7 @@ def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[d
     others: dict[str, Summand] = {}
     divergences: list[Summand] = []
     for summand in parse_sum(text, TAKE_WORDS):
-        if summand.name in kinds:
+        if summand.name in kinds or summand.is_path:
             divergences.append(summand)
         elif summand.name not in OTHERS:
             raise unknown_name(summand, kinds, OTHERS)
@@ -140,12 +149,18 @@ def expression_fields(text: str, kinds: DivergenceKinds = PARAMETERS) -> tuple[d
         )
     fields: dict[str, Any] = {name: summand.coefficient for name, summand in others.items()}
     for summand in divergences:
-        kind = kinds[summand.name]
-        require_weight(summand.coefficient, summand.call(kind, kind.definition.example))
+        kind = None if summand.is_path else kinds[summand.name]
+        part = summand.name if kind is None else summand.call(kind, kind.definition.example)
+        require_weight(summand.coefficient, part)
     for name, arguments in ARGUMENTS.items():
         if name in others:
             fields |= others[name].call(arguments)
     return fields, divergences
+
+
+def class_paths(text: str) -> list[str]:
+    """Return the paths of users' classes in an expression. Raises ValueError if it cannot be read."""
+    return [summand.name for summand in parse_sum(text, TAKE_WORDS) if summand.is_path]
 
 
 def unknown_name(
@@ -165,7 +180,8 @@ def unknown_name(
     near = [other for other in names if summand.name.lower() in synonyms[other]]
     near = near or difflib.get_close_matches(summand.name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return ValueError(f"unknown name {summand.name!r}{hint} (known: {', '.join(names)}){summand.place}")
+    known = f"known: {', '.join(names)}; a class of your own is package.module:Class"
+    return ValueError(f"unknown name {summand.name!r}{hint} ({known}){summand.place}")
 
 
 def check_estimator(estimator: str) -> None:
@@ -206,7 +222,7 @@ def _summand(node: ast.expr, sign: float, text: str, take_words: Words) -> Summa
         if isinstance(coefficient, bool):
             raise ValueError(f"coefficient {coefficient} in {text!r}: expected a number")
     if isinstance(node, ast.Name):
-        return Summand(sign * coefficient, node.id)
+        return Summand(sign * coefficient, _name(node, text))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         words = take_words.get(node.func.id, ())
         pairs = [(str(keyword.arg), keyword.value) for keyword in node.keywords]
@@ -214,14 +230,25 @@ def _summand(node: ast.expr, sign: float, text: str, take_words: Words) -> Summa
             (name, _word(value, text) if name in words else _literal(value, text)) for name, value in pairs
         )
         arguments = tuple(_word(value, text) if "*" in words else _literal(value, text) for value in node.args)
-        return Summand(sign * coefficient, node.func.id, arguments, keywords)
-    raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected number*name or number*name(arguments)")
+        return Summand(sign * coefficient, _name(node.func, text), arguments, keywords)
+    raise ValueError(
+        f"cannot read {_source(node, text)!r} in {text!r}: expected number*name or number*name(arguments)"
+    )
+
+
+def _name(node: ast.Name, text: str) -> str:
+    return source if ":" in (source := _source(node, text)) else node.id
+
+
+def _source(node: ast.expr, text: str) -> str:
+    """The text of a node; only it has the paths of users' classes."""
+    return ast.get_source_segment(text, node) or ast.unparse(node)
 
 
 def _word(node: ast.expr, text: str) -> str:
     if isinstance(node, ast.Name):
         return node.id
-    raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected a word, without quotation marks")
+    raise ValueError(f"cannot read {_source(node, text)!r} in {text!r}: expected a word, without quotation marks")
 
 
 def _literal(node: ast.expr, text: str) -> float | bool:
@@ -231,7 +258,7 @@ def _literal(node: ast.expr, text: str) -> float | bool:
         value = None
     if isinstance(value, int | float):
         return value
-    raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected a number")
+    raise ValueError(f"cannot read {_source(node, text)!r} in {text!r}: expected a number")
 
 
 def _cross_entropy(label_smoothing: float = 0.0) -> dict[str, Any]:

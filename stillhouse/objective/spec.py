@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence, weighted_parts
 from stillhouse.objective.divergence_parameters import PARAMETERS, DivergenceKinds
-from stillhouse.objective.divergences import DIVERGENCES, weighted_sum
+from stillhouse.objective.divergences import weighted_sum
 from stillhouse.objective.expression import expression_fields
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.metrics import ADVANTAGES, OLD_LOG_PROBS, SAMPLING
@@ -353,8 +353,7 @@ def read_objective(
     """Return the objective of an expression. kinds: the divergences that the expression can name."""
     fields, divergences = expression_fields(text, kinds)
     if divergences:
-        foreign = {one.name: kinds[one.name] for one in divergences if one.name not in DIVERGENCES}
-        total = weighted_sum(divergences, DIVERGENCES | {name: kind.divergence() for name, kind in foreign.items()})
+        total = weighted_sum(divergences, kinds)
         (scale, first), *others = weighted_parts(total)
         # a single divergence keeps its coefficient as the scale, so that its reported value is unscaled
         fields |= {"divergence": total} if others else {"divergence": first, "divergence_scale": scale}

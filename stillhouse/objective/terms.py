@@ -300,12 +300,9 @@ def _require_divergence(divergence: object) -> None:
     if not isinstance(divergence, Divergence):
         raise ValueError(
             f"divergence is of type {type(divergence).__name__}: expected a divergence such as forward_kl() or "
-            "jsd(0.5); your own class must be a frozen dataclass that derives from Divergence and has definition, "
-            "balanced and balanced_slope"
+            "jsd(0.5); your own class must be a frozen dataclass that derives from Divergence and has balanced and "
+            "balanced_slope"
         )
-    for _, part in weighted_parts(divergence):
-        expected = "a class variable with its Definition(name, value, slope), as in docs/extending.md"
-        require_attribute("divergence", part, "definition", expected)
 
 
 def labelled(name: str, label: str | None) -> str:

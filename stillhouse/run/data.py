@@ -107,6 +107,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
         processor=processor,
         teacher_media=readers if media_inputs is not None else {},
         processors=processors,
+        columns=data.columns or {},
     )
 
 
@@ -139,6 +140,8 @@ def _load_options(config: RunConfig, *, fits_teachers: bool) -> LoadOptions:
     return LoadOptions(
         max_tokens=config.data.max_tokens,
         tokens=config.objective.tokens,
+        turns=config.data.turns,
+        column_names=config.data.columns or {},
         on_error=config.data.on_error,
         columns=() if route is None else (route,),
         allowed={} if route is None else {route: list(config.several)},
@@ -198,14 +201,19 @@ class _Loader:
     def _train(self, sources: Sequence[tuple[str, ToolSchemas, RolloutConfig | None]]) -> Documents:
         """Load documents of data.train. From a source with a section rollout, only prompts and records are loaded."""
         loaded: dict[str, Documents] = {}
+        own = {source.source: source for source in self.data.weighted_sources}
         for path, tools, rollout in sources:
             options = replace(self.options, tools=tools)
+            if (source := own.get(path)) is not None:
+                names = options.column_names if source.columns is None else source.columns
+                options = replace(options, column_names=names, turns=source.turns or options.turns)
             if rollout is not None:
                 room = options.max_tokens - rollout.max_new_tokens
                 options = replace(options, max_tokens=room, prompts=True, keep_records=True)
             loaded[path] = documents = self._load("data.train", path, options)
-            has_replies = rollout is not None and rollout.reply_role is not None
-            if rollout is not None and has_replies and not are_conversations(documents.records[0], self.tokenizer):
+            if rollout is None or rollout.reply_role is None:
+                continue
+            if not are_conversations(documents.records[0], self.tokenizer, options.column_names):
                 raise ConfigError(
                     "rollout.reply",
                     f"got {rollout.reply}, but the prompts of {path} are strings: expected raw, or conversations "

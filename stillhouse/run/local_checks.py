@@ -7,7 +7,7 @@ need a model or the hub are made later.
 
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -19,8 +19,9 @@ from stillhouse.config.model_folder import require_model, require_template
 from stillhouse.config.reward_sum import reward_parts
 from stillhouse.config.section import function_hint, text_list
 from stillhouse.data.read.data_source import first_records, require_source
-from stillhouse.data.read.foreign_columns import needed_columns
+from stillhouse.data.read.foreign_columns import needed_columns, renamed, with_own_names
 from stillhouse.data.record import DataError, column_value, kept_value
+from stillhouse.objective.expression import class_paths
 from stillhouse.run.server_checks import server_mistakes
 from stillhouse.user_code.environment import environments
 from stillhouse.user_code.function_files import require_in_file
@@ -59,6 +60,7 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
             checks.append(("data.chat_template", require_template, data.chat_template))
         functions = [("eval.callbacks", path) for path in config.eval.callbacks]
         functions += [(key, part.name) for key, part in rewards if part.is_function]
+        functions += [(key, path) for key, loss in config.losses.items() for path in class_paths(loss)]
         checks += [(key, _require_function, path) for key, path in functions + rollout_keys]
     if "run" in needs:
         checks.append(("out", require_writable, config.out))
@@ -87,25 +89,26 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
 def _require_first_records(config: RunConfig) -> None:
     """Raise ValueError if the first record of a file cannot be read or has not the columns that the run needs."""
     data, share, prompts = config.data, config.data.eval, config.eval.prompts
-    sources = [item.source for item in data.weighted_sources] or [str(data.train)]
-    for source, rollout in zip_longest(sources, config.rollouts):
-        _require_columns(config, source, prompts=rollout is not None)
+    common: Mapping[str, str] = data.columns or {}
+    sources = [(item.source, common if item.columns is None else item.columns) for item in data.weighted_sources]
+    for (source, names), rollout in zip_longest(sources or [(str(data.train), common)], config.rollouts):
+        _require_columns(config, source, names, prompts=rollout is not None)
         if rollout is not None and share and isinstance(share, float):
             with held_out_needs_completions(share):
-                _require_columns(config, source, prompts=False)
+                _require_columns(config, source, names, prompts=False)
         elif rollout is not None and not rollout.is_on_student_alone:
-            _require_columns(config, source, prompts=False)
+            _require_columns(config, source, names, prompts=False)
     for source in [share] if isinstance(share, str) else data.eval_sets.values():
-        _require_columns(config, source, prompts=False)
+        _require_columns(config, source, common, prompts=False)
     if prompts is not None:
         with as_config_error("eval.prompts.data"):
-            _require_columns(config, prompts.data, prompts=True)
+            _require_columns(config, prompts.data, common, prompts=True)
 
 
-def _require_columns(config: RunConfig, source: str, *, prompts: bool) -> None:
+def _require_columns(config: RunConfig, source: str, names: Mapping[str, str], *, prompts: bool) -> None:
     """Raise ValueError if a local source is empty, or if the first record of one of its files cannot be read, lacks
-    columns of the form of the source's first record, or names no teacher of the run. prompts: whether only prompts
-    are read.
+    columns of the form of the source's first record, or names no teacher of the run. names: see `renamed`. prompts:
+    whether only prompts are read.
     """
     route = None if config.teachers is None else config.teachers.route
     records, columns = first_records(source), None
@@ -115,13 +118,14 @@ def _require_columns(config: RunConfig, source: str, *, prompts: bool) -> None:
         try:
             if record.problem:
                 raise ValueError(record.problem)
-            columns = columns or needed_columns(record.fields, prompts=prompts)
+            fields = renamed(record.fields, names)
+            columns = columns or needed_columns(fields, prompts=prompts)
             for column in columns:
-                column_value(record.fields, column)
+                column_value(fields, column)
             if route is not None:
                 kept_value(record.fields, route, list(config.several))
         except ValueError as error:
-            raise DataError(record.where, str(error)) from error
+            raise DataError(record.where, with_own_names(str(error), names)) from error
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from stillhouse.config import (
     TeachersConfig,
     sampling_temperatures,
 )
-from stillhouse.engine.losses import LossPart, LossSections
+from stillhouse.engine.losses import LossPart, LossSections, configured_objective
 from stillhouse.objective.sampled_terms import Correction
 from stillhouse.objective.sampled_tokens import DATASET, STUDENT
-from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, read_objective
+from stillhouse.objective.spec import ObjectiveSpec, TeacherShare
 from stillhouse.registry import load_all
 from stillhouse.signals import SignalStore
 
@@ -30,6 +30,7 @@ class RunObjective:
 
     rollouts: the section rollout for each source of prompts; empty without rollouts.
     rollout_key: returns the full key that sets a key of rollout for a source of prompts.
+    turns_in_words: the assistant's turns that are targets (data.turns).
     """
 
     objective: ObjectiveConfig
@@ -38,6 +39,7 @@ class RunObjective:
     teachers: TeachersConfig | None
     rollouts: Sequence[RolloutConfig] = ()
     rollout_key: Callable[[int, str], str] = lambda source, name: f"rollout.{name}"
+    turns_in_words: str = "assistant turns"
 
     @cached_property
     def spec(self) -> ObjectiveSpec:
@@ -144,7 +146,7 @@ class RunObjective:
         if not self.rollouts:
             if self.objective.tokens == "all":
                 return "all tokens, also those of prompts"
-            return "all tokens of texts, completions and assistant turns; none of prompts"
+            return f"all tokens of texts, completions and {self.turns_in_words}; none of prompts"
         rollout, shares = self.rollouts[0], sorted({rollout.share for rollout in self.rollouts})
         whose = f"by the {rollout.writer}"
         if shares != [1.0]:
@@ -165,7 +167,7 @@ class RunObjective:
         temperature. Raises ConfigError if the expression contradicts the section `rollout`.
         """
         temperature, is_squared = self.objective.temperature, self.objective.scale_by_temperature_squared
-        spec = read_objective(loss, load_all("stillhouse.divergences"), temperature, is_squared)
+        spec = configured_objective(key, loss, temperature, is_squared)
         if key.startswith(BY_ORIGIN):
             _require_terms_of(key, loss, spec)
         by_student = bool(self.rollouts) and self.rollouts[0].writer == "student"

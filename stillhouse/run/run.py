@@ -35,6 +35,7 @@ from stillhouse.models import add_end_ids, eos_ids
 from stillhouse.models.document_packing import ROWS
 from stillhouse.models.pretrained import tower_warnings
 from stillhouse.models.vision_language import require_language_alone
+from stillhouse.objective.expression import class_paths
 from stillhouse.output.closing_lines import closing_lines
 from stillhouse.output.disk import atomic_folder, file_names, hashes
 from stillhouse.output.folder import HASHES, RunFolder, environment, folder_lock, init_run_dir, require_intact_model
@@ -56,6 +57,8 @@ from stillhouse.run.local_checks import require_writable
 from stillhouse.run.setup import RunSetup, with_precision
 from stillhouse.run.teachers import require_signals
 from stillhouse.signals import SignalsLostError
+from stillhouse.user_code.function_state import module_hashes
+from stillhouse.user_code.functions import UserFunction, load_object
 
 
 def distill(config: RunConfig, *, later_steps: int = 0) -> Path:
@@ -212,12 +215,15 @@ def build_session(setup: RunSetup, data: Data, *, announce: bool = True) -> Sess
     data: the result of `read_data`.
     """
     config, stores = setup.config, setup.stores
-    loss = Loss(setup.objective.spec, setup.objective.in_words(stores))
+    spec, in_words = setup.objective.spec, setup.objective.in_words(stores)  # raises ConfigError for a wrong class
+    paths = [(key, path) for key, text in config.losses.items() for path in class_paths(text)]
+    loss = Loss(spec, in_words, [UserFunction(key, path, load_object(path)) for key, path in paths])
     require_signals(stores, setup.teachers, setup.objective, data, setup.ranks)
     model_hashes = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **setup.model_hashes()}
     watchdog.enter("comparing data and models")
     data_hashes = {f"data.{split}": digest for split, digest in data.hashes.items()}
-    require_same_sources(data_hashes | model_hashes, setup.ranks)
+    class_hashes = {f"the module {name} of the loss": digest for name, digest in module_hashes(loss.classes).items()}
+    require_same_sources(data_hashes | model_hashes | class_hashes, setup.ranks)
     if not (data.train.documents.has_media or (data.dataset is not None and data.dataset.has_media)):
         with as_config_error("student.train"):
             require_language_alone(config.student.train)

@@ -59,7 +59,9 @@ class RunSetup:
         self.values = dotted_values(config)
         self.warnings: list[str] = []
         sections = config.objective, config.student, config.teacher, config.teachers
-        self.objective = RunObjective(*sections, config.rollouts, config.rollout_key)
+        self.objective = RunObjective(
+            *sections, config.rollouts, config.rollout_key, turns_in_words=config.data.turns_in_words
+        )
 
         #: the dtype of the student's matrix products, or None for the dtype of its weights
         self._autocast = torch.bfloat16 if config.train.precision == "bf16" else None

@@ -9,11 +9,11 @@ import torch
 
 from stillhouse.config import ConfigError, TeacherConfig, TeachersConfig, as_config_error
 from stillhouse.data import Documents, load_tokenizer
+from stillhouse.engine.losses import configured_objective
 from stillhouse.loops.session import Data
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.pretrained import read_configuration
 from stillhouse.objective import forward_kl
-from stillhouse.objective.spec import read_objective
 from stillhouse.parallel import (
     DecoderHead,
     DistributedStudent,
@@ -28,7 +28,6 @@ from stillhouse.parallel.apply.tensor_parallel import dispatched_experts
 from stillhouse.parallel.backbone_cut import is_cuttable
 from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, pin_weights
 from stillhouse.proofs.layouts import prove_heads
-from stillhouse.registry import load_all
 from stillhouse.run.models import ModelSources, load_model, teacher_fingerprint
 from stillhouse.run.objective import RunObjective
 from stillhouse.signals import (
@@ -133,7 +132,7 @@ def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig,
             "temperature, or hidden states, which give every temperature",
         )
     for key, loss in objective.objective.losses.items() if signal.kind == "sampled" else ():
-        if read_objective(loss, load_all("stillhouse.divergences")).divergence not in (None, forward_kl()):
+        if configured_objective(key, loss).divergence not in (None, forward_kl()):
             raise ConfigError(key, f"got {loss!r}: sampled ids can only estimate forward_kl")
     several = objective.teachers
     if several is not None and several.sum == "distributions" and not signal.is_exact:

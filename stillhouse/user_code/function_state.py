@@ -9,7 +9,7 @@ import inspect
 import json
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,13 @@ SAVE, LOAD = "state_dict", "load_state_dict"
 MOST_CHARACTERS = 2**24
 #: the names of folders of installed modules
 _INSTALLED = {"site-packages", "dist-packages"}
+
+
+def module_hashes(functions: Sequence[UserFunction]) -> dict[str, str]:
+    """Return the sha256 of each module in the packages of the functions, as in `FunctionStates.sources`."""
+    packages = {function.path.partition(":")[0].partition(".")[0] for function in functions}
+    sources = FunctionStates(functions).sources
+    return {name: digest for name, digest in sources.items() if name.partition(".")[0] in packages}
 
 
 class FunctionStates:

@@ -139,13 +139,12 @@ class UserFunction:
         return value
 
 
-def load_function(key: str, path: str, hint: str = "") -> UserFunction:
-    """Import the function `package.module:function`, also from modules in the working directory.
+def load_object(path: str, hint: str = "") -> Any:
+    """Import the object `package.module:name`, also from modules in the working directory.
 
-    key: the configuration key, which determines the parameters that the function must have.
     hint: a text that the error adds if there is no such module.
 
-    Raises ValueError for a function that cannot be imported, is asynchronous, or does not have these parameters.
+    Raises ValueError for an object that cannot be imported.
     """
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
@@ -159,8 +158,19 @@ def load_function(key: str, path: str, hint: str = "") -> UserFunction:
             module = None
     if module is None:
         raise no_module(path, module_name, hint)
-    if (function := getattr(module, name, None)) is None:
+    if (found := getattr(module, name, None)) is None:
         raise no_function(path, module_name, name)
+    return found
+
+
+def load_function(key: str, path: str, hint: str = "") -> UserFunction:
+    """Import the function `package.module:function` (see `load_object`).
+
+    key: the configuration key, which determines the parameters that the function must have.
+
+    Raises ValueError for a function that cannot be imported, is asynchronous, or does not have these parameters.
+    """
+    function = load_object(path, hint)
     parameters = ("context",) if key == CALLBACKS else _PARAMETERS
     if not callable(function):
         kind = type(function).__name__
@@ -235,7 +245,7 @@ def no_module(path: str, module: str, hint: str) -> ValueError:
 
 
 def no_function(path: str, module: str, name: str) -> ValueError:
-    return ValueError(f"got {path!r}, but {module} has no function {name!r}")
+    return ValueError(f"got {path!r}, but {module} has no function or class {name!r}")
 
 
 def checked_reward(

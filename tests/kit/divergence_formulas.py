@@ -1,9 +1,13 @@
 """The divergences as their papers define them, written out with plain probabilities."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from stillhouse.objective.divergence import Divergence, Sides
+from stillhouse.objective.numerics import difference, interpolation
 
 Formula = Callable[[Tensor, Tensor], Tensor]
 
@@ -48,3 +52,27 @@ TEXTBOOK: dict[str, Formula] = {
         for a, b in [(0.2, 0.5), (2, 1), (0.4, 0.6), (1, 0), (0, 1), (0.7, 0), (0, 0.7), (0.5, -0.5), (-1, 1), (0, 0)]
     },
 }
+
+
+@dataclass(frozen=True)
+class Triangular(Divergence):
+    """Σ (p − q)² / m with m = αp + (1 − α)q, a user's class: `kit.divergence_formulas:Triangular`."""
+
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        assert 0 < self.alpha < 1, "alpha between 0 and 1"
+
+    def balanced(self, pair: Sides) -> Tensor:
+        gap, m = self.gap(pair)
+        return gap * (gap / m)
+
+    def balanced_slope(self, pair: Sides) -> Tensor:
+        gap, m = self.gap(pair)
+        return (pair.q / m) * gap * (2 - (1 - self.alpha) * (gap / m))
+
+    def gap(self, pair: Sides) -> tuple[Tensor, Tensor]:
+        return difference(pair.p, pair.q, pair.ratio), interpolation(pair.p, pair.q, self.alpha)
+
+
+TRIANGULAR = "kit.divergence_formulas:Triangular"

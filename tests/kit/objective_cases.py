@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from kit.divergence_formulas import TRIANGULAR
 from torch import Tensor
 
 from stillhouse.objective import (
@@ -56,6 +57,7 @@ F_DIVERGENCES = [
     "total_variation",
     "alpha_beta(0.4, 0.6)",
     "0.9*forward_kl + 0.1*jsd(0.5)",
+    f"{TRIANGULAR}(0.3)",
 ]
 EXPONENTS = ("0.2, 0.5", "2, 1", "0.7, 0", "0, 0.7", "0.5, -0.5", "-0.5, 0.5", "0, 0")
 ALPHA_BETAS = [f"alpha_beta({exponents})" for exponents in EXPONENTS]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from kit.divergence_formulas import TRIANGULAR
 from kit.objective_cases import (
     SIGNALS,
     Leaves,
@@ -257,7 +258,7 @@ def from_logits(expression: str, masked: str) -> Problem:
 ONE_ROUND = ["forward_kl", "reverse_kl", "0.9*forward_kl + 0.1*reverse_kl"]
 TWO_ROUNDS = [
     "jsd(0.3)", "skew_forward_kl(0.1)", "skew_reverse_kl(0.1)", "total_variation", "forward_kl + jsd(0.3)",
-    "alpha_beta(0.4, 0.6)", "alpha_beta(0, 0)",
+    "alpha_beta(0.4, 0.6)", "alpha_beta(0, 0)", f"0.5*{TRIANGULAR}(0.3)",
 ]  # fmt: skip
 TOKENS = 24
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from kit.config_cases import MESSAGES, refused_calls
+from kit.runs import write_records, write_run
 
 from stillhouse.config import load_config
 from stillhouse.run.local_checks import check_local
@@ -123,7 +124,7 @@ def test_a_function_is_looked_for_in_the_text_of_its_module(folder: Path, text: 
     if is_there:
         require_in_file("package.part:f")
     else:
-        with pytest.raises(ValueError, match=r"got 'package\.part:f', but package\.part has no function 'f'"):
+        with pytest.raises(ValueError, match=r"got 'package\.part:f', but package\.part has no function"):
             require_in_file("package.part:f")
     with pytest.raises(ValueError, match=r"there is no module 'package\.other'"):
         require_in_file("package.other:f")
@@ -142,3 +143,18 @@ def test_broken_modules(folder: Path, monkeypatch: pytest.MonkeyPatch, file: str
     for refuses in (require_in_file, partial(load_function, REWARD)):
         with pytest.raises(ValueError, match=f"got 'broken.part:f', but importing broken.part raises {problem}"):
             refuses("broken.part:f")
+
+
+def test_renamed_columns_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
+    """In the first record of each source, also with a source's own names."""
+    own, other = ({name: "a", "answer": "b"} for name in ("question", "query"))
+    write_records(tmp_path / "own.jsonl", [own])
+    write_records(tmp_path / "other.jsonl", [other])
+    names, others = ({"prompt": name, "completion": "answer"} for name in ("question", "query"))
+    sources = [{"source": str(tmp_path / "own.jsonl")}, {"source": str(tmp_path / "other.jsonl"), "columns": others}]
+    settings = {"data.eval": str(tmp_path / "own.jsonl"), "data.columns": names}
+    check_local(write_run(tmp_path, teacher=False, **settings, **{"data.train": sources}), ["data"])
+    with pytest.raises(
+        ValueError, match=r"other\.jsonl:1: columns: {prompt: question} names a column that the record la"
+    ):
+        check_local(write_run(tmp_path, teacher=False, **settings, **{"data.train": sources[1]["source"]}), ["data"])

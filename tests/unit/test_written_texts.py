@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from kit.config_cases import refused_calls
 from kit.documents import load_records
@@ -12,6 +13,7 @@ from kit.toy_tokenizer import PLAIN_TEMPLATE, toy_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from stillhouse.data import DataError, Documents
+from stillhouse.data.render.conversations import undated
 
 USER, ANSWER = {"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo", "n": 7}}}
@@ -218,3 +220,80 @@ def test_a_generation_prompt_that_opens_thoughts(tmp_path: Path, name: str) -> N
     assert "last turn" not in str(error.value)
     assert load(tmp_path, "{%- set enable_thinking = false %}\n" + chat_templates()[name], record).targets(0).any()
     assert load(tmp_path, name, record | {"completion": [ANSWER | {"reasoning_content": "Hm."}]}).targets(0).any()
+
+
+THOUGHTS_IN_BOTH = [
+    USER,
+    ANSWER | {"reasoning_content": "Twice two.", "thinking": "Twice two."},
+    USER | {"content": "And three?"},
+    ANSWER | {"reasoning_content": "Thrice.", "thinking": "Thrice."},
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "gptoss", "glm4moe", "llama3_1", "phi3", "qwen2_5"])
+def test_the_last_turn_alone_is_a_target_behind_the_same_context(tmp_path: Path, name: str) -> None:
+    """Of templates that drop earlier thoughts, write all thoughts, or none. The target is what follows the prompt."""
+    tokenizer, last = student(name), load(tmp_path, name, THOUGHTS_IN_BOTH, turns="last")
+    tokenizer.chat_template = undated(chat_templates()[name])
+    body = tokenizer.apply_chat_template(THOUGHTS_IN_BOTH, tokenize=False)
+    prompt = tokenizer.apply_chat_template(THOUGHTS_IN_BOTH[:-1], tokenize=False, add_generation_prompt=True)
+    assert body.startswith(prompt)
+    encoded = tokenizer(body, add_special_tokens=False, return_offsets_mapping=True)
+    count = len(encoded["input_ids"])
+    assert last.tokens(0).tolist()[:count] == encoded["input_ids"]
+    # the end marker of the turn is a target, but not the line break behind it
+    begin, stop = len(prompt), len(body.rstrip("\n"))
+    expected = [last_at > begin and first_at < stop for first_at, last_at in encoded["offset_mapping"]]
+    assert last.targets(0).tolist()[:count] == expected
+    split = {"prompt": THOUGHTS_IN_BOTH[:-1], "completion": THOUGHTS_IN_BOTH[-1:]}
+    assert np.array_equal(load(tmp_path, name, split).targets_N, last.targets_N)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gptoss", "deepseekv3", "gemma3", "llama3"])
+def test_the_last_turn_that_a_template_marks_is_that_of_trl(tmp_path: Path, name: str) -> None:
+    """TRL trains on all turns that its templates mark. The last of these is the only target."""
+    tokenizer = student(undated(chat_templates()[f"{name}_training"]))
+    last = load(tmp_path, f"{name}_training", THOUGHTS_IN_BOTH, turns="last")
+    marked = tokenizer.apply_chat_template(
+        THOUGHTS_IN_BOTH, return_dict=True, return_assistant_tokens_mask=True, tokenize=True
+    )
+    assert last.tokens(0).tolist() == marked["input_ids"]
+    mask = np.array(marked["assistant_masks"], dtype=bool)
+    (begins,) = np.nonzero(np.diff(mask.astype(int)) == 1)
+    assert len(begins) == 2
+    mask[: begins[-1] + 1] = False
+    assert last.targets(0).tolist() == mask.tolist()
+
+
+def test_turns_without_their_thoughts_are_counted_and_the_last_turn_has_none(tmp_path: Path) -> None:
+    three = [*THOUGHTS_IN_BOTH, USER, ANSWER | {"reasoning_content": "Again."}]
+    (line,) = load(tmp_path, "qwen3", three).report.warnings
+    assert "In 2 turns, the student learns to answer without thoughts" in line
+    assert line.endswith("set data.turns=last (such records: 1)")
+    assert not load(tmp_path, "qwen3", three, turns="last").report.warnings
+    prompt = {"prompt": three[:-1], "completion": three[-1:]}
+    assert not load(tmp_path, "qwen3", prompt).report.warnings
+    wrong_key = [USER, ANSWER | {"reasoning": "Twice two."}]
+    (line, _) = load(tmp_path, "gemma3", wrong_key, turns="last").report.warnings[::-1]
+    assert "'reasoning' of message 2 of 'messages'" in line
+    assert "data.turns" not in line
+
+
+def test_a_conversation_without_a_last_answer_is_refused_or_skipped(tmp_path: Path) -> None:
+    records = [{"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER, USER]}]
+    expected = "train.jsonl:2: the last message of 'messages' has the role 'user', so data.turns=last has no target"
+    with pytest.raises(DataError, match=expected):
+        load_records(tmp_path, records, student("qwen3"), max_tokens=400, turns="last")
+    documents = load_records(tmp_path, records, student("qwen3"), max_tokens=400, turns="last", on_error="skip")
+    assert documents.report.skipped == 1
+    assert len(documents) == 1
+
+
+def test_earlier_turns_may_have_the_weight_0_if_only_the_last_is_a_target(tmp_path: Path) -> None:
+    messages = [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]
+    with pytest.raises(DataError, match=r"'weight' of message 2 of 'messages' .* or data\.turns=last"):
+        load(tmp_path, "qwen2_5", messages)
+    documents = load(tmp_path, "qwen2_5", messages, turns="last")
+    assert toy_tokenizer().decode(documents.tokens_N[documents.targets_N]).count("Four.") == 1
+    with pytest.raises(DataError, match="'weight' of message 4"):
+        load(tmp_path, "qwen2_5", [*messages[:3], ANSWER | {"weight": 0}], turns="last")

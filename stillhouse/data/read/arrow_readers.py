@@ -6,29 +6,37 @@ decoded and keep their nulls.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stillhouse.data.read.reader import Reader
+from stillhouse.data.read.reader import DROPS_NULL, Reader
 from stillhouse.data.record import NoSourceError, Record
 from stillhouse.display import name_list
 from stillhouse.libraries import reading
 
 _BATCH = 1024  # the number of rows that are converted at once
 #: the columns with messages or tools
-_CONVERSATIONS = {"messages", "prompt", "completion", "tools", "conversations"}
+_CONVERSATIONS = frozenset({"messages", "prompt", "completion", "tools", "conversations"})
+
+
+def conversation_columns(columns: Mapping[str, str]) -> frozenset[str]:
+    """The columns of the files that have messages or tools. columns: as in `read_records`."""
+    return frozenset(_CONVERSATIONS.union(column for name, column in columns.items() if name in _CONVERSATIONS))
 
 
 class Parquet(Reader):
+    capabilities = (DROPS_NULL,)
+
     @classmethod
-    def read(cls, path: Path) -> Iterator[Record]:
+    def read(cls, path: Path, conversations: Collection[str] = _CONVERSATIONS) -> Iterator[Record]:
         import pyarrow.parquet
 
         with reading(f"{path}: not a readable Parquet file"):
             file = pyarrow.parquet.ParquetFile(path)
         with file:
-            yield from _records(f"{path}", "not a readable Parquet file", file.iter_batches(batch_size=_BATCH))
+            batches = file.iter_batches(batch_size=_BATCH)
+            yield from _records(f"{path}", "not a readable Parquet file", batches, conversations)
 
 
 def is_saved(folder: Path) -> bool:
@@ -36,7 +44,7 @@ def is_saved(folder: Path) -> bool:
     return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
 
 
-def read_saved(folder: Path) -> Iterator[Record]:
+def read_saved(folder: Path, conversations: Collection[str]) -> Iterator[Record]:
     """The records of a saved dataset. Raises ValueError if it is damaged or empty, or has several splits."""
     import datasets
 
@@ -58,10 +66,12 @@ def read_saved(folder: Path) -> Iterator[Record]:
             f"{folder}: contains the splits {name_list(splits)}: expected the folder of one split, such as "
             f"{folder / min(splits, key=lambda split: split != 'train')}"
         )
-    return _records_of_dataset(str(folder), next(iter(splits.values())))
+    return _records_of_dataset(str(folder), next(iter(splits.values())), conversations)
 
 
-def read_hub(source: str, name: str, configuration: str | None, split: str) -> Iterator[Record]:
+def read_hub(
+    source: str, conversations: Collection[str], name: str, configuration: str | None, split: str
+) -> Iterator[Record]:
     """The records of a split of a dataset on the hub. source: the split as the user wrote it, for messages."""
     import datasets
 
@@ -75,26 +85,28 @@ def read_hub(source: str, name: str, configuration: str | None, split: str) -> I
         raise ValueError(
             f"{source}: the hub's dataset cannot be loaded (expected {name}:configuration@split): {error}"
         ) from error
-    return _records_of_dataset(source, dataset)
+    return _records_of_dataset(source, dataset, conversations)
 
 
-def _records_of_dataset(name: str, dataset: Any) -> Iterator[Record]:
+def _records_of_dataset(name: str, dataset: Any, conversations: Collection[str]) -> Iterator[Record]:
     tables = dataset.with_format("arrow").iter(batch_size=_BATCH)  # as Arrow, so that images are not decoded
-    return _records(name, "not a readable record", tables)
+    return _records(name, "not a readable record", tables, conversations)
 
 
-def _records(name: str, problem: str, tables: Iterator[Any]) -> Iterator[Record]:
-    """The rows of tables or batches of Arrow. problem: the error's text for a table that cannot be read."""
+def _records(name: str, problem: str, tables: Iterator[Any], conversations: Collection[str]) -> Iterator[Record]:
+    """The rows of tables or batches of Arrow. problem: the error's text for a table that cannot be read.
+    conversations: the columns with messages or tools.
+    """
     number = 0
     while True:
         with reading(f"{name}: {problem}{f' after row {number}' if number else ''}"):
             if (table := next(tables, None)) is None:
                 return
-            changed = [field for field in table.schema if field.name in _CONVERSATIONS or _has_json(field)]
+            changed = [field for field in table.schema if field.name in conversations or _has_json(field)]
             rows: list[dict[str, Any]] = table.to_pylist()
             for row in rows:
                 for field in changed:
-                    row[field.name] = _as_written(row[field.name], field, drops_null=field.name in _CONVERSATIONS)
+                    row[field.name] = _as_written(row[field.name], field, drops_null=field.name in conversations)
         for row in rows:
             number += 1
             yield Record(f"{name}:{number}", row)

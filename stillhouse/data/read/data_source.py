@@ -7,19 +7,29 @@ problem, and the caller decides whether to raise an error.
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 
-from stillhouse.data.read.arrow_readers import is_saved, read_hub, read_saved
-from stillhouse.data.read.reader import COMPRESSED, DECOMPRESSES, format_of, kind_of, require_regular
+from stillhouse.data.read.arrow_readers import conversation_columns, is_saved, read_hub, read_saved
+from stillhouse.data.read.reader import (
+    COMPRESSED,
+    DECOMPRESSES,
+    DROPS_NULL,
+    format_of,
+    kind_of,
+    require_regular,
+)
 from stillhouse.data.record import NoSourceError, Record
 from stillhouse.registry import load, registered
 
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.-]+))?")
 
 
-def read_records(source: str | os.PathLike[str]) -> Iterator[Record]:
+def read_records(
+    source: str | os.PathLike[str], columns: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Record]:
     """The records of a file, a folder of files, a glob, a saved `datasets` folder or a hub id, in a fixed order.
 
     Files of a folder or a glob are read in the order of their names. Only regular files and links to regular files
@@ -28,17 +38,20 @@ def read_records(source: str | os.PathLike[str]) -> Iterator[Record]:
     unchanged to `datasets.load_dataset`. `:configuration` and `@split` may follow it, as in
     `allenai/c4:en@validation`. The default split is "train".
 
+    columns: the names of the source's columns by the names that Stillhouse reads (see `renamed`). The records keep
+        the names of the source. The mapping only says in which columns of Arrow null keys are removed.
+
     Raises NoSourceError if the source does not exist, and ValueError if it cannot be read.
     """
     name = os.path.expanduser(os.fspath(source))
-    path, files = Path(name), local_files(source)
+    path, files, conversations = Path(name), local_files(source), conversation_columns(columns)
     if files is None:
-        return read_hub(name, *_hub_id(name))
+        return read_hub(name, conversations, *_hub_id(name))
     if path.is_file():
-        return _read_file(path)
+        return _read_file(path, conversations)
     if is_saved(path):
-        return read_saved(path)
-    return (record for file in files for record in _read_file(file))
+        return read_saved(path, conversations)
+    return (record for file in files for record in _read_file(file, conversations))
 
 
 def local_files(source: str | os.PathLike[str]) -> list[Path] | None:
@@ -88,7 +101,7 @@ def first_records(source: str) -> list[Record] | None:
     files = local_files(source)
     if files is None or is_saved(Path(os.path.expanduser(source))):
         return None
-    return [record for file in files for record in islice(_read_file(file), 1)]
+    return [record for file in files for record in islice(_read_file(file, conversation_columns({})), 1)]
 
 
 def _hub_id(name: str) -> tuple[str, str | None, str]:
@@ -107,10 +120,12 @@ def _is_readable(path: Path) -> bool:
     return path.suffix not in COMPRESSED or DECOMPRESSES in load("stillhouse.readers", name).capabilities
 
 
-def _read_file(path: Path) -> Iterator[Record]:
+def _read_file(path: Path, conversations: Collection[str]) -> Iterator[Record]:
     if not _is_readable(path):
         raise ValueError(f"{path}: its format is not known; expected a name that ends in {_suffixes()}")
-    records: Iterator[Record] = load("stillhouse.readers", format_of(path).removeprefix(".")).read(path)
+    reader = load("stillhouse.readers", format_of(path).removeprefix("."))
+    options = [conversations] if DROPS_NULL in reader.capabilities else []
+    records: Iterator[Record] = reader.read(path, *options)
     return records
 
 

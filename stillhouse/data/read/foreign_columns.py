@@ -1,4 +1,5 @@
-"""Recognises the form of records by their columns, and converts records of ShareGPT and Alpaca to Stillhouse's forms.
+"""Recognises the form of records by their columns, and converts records with other columns to Stillhouse's forms:
+columns that the configuration renames (`data.columns`), and the columns of ShareGPT and Alpaca.
 
     ShareGPT    conversations: [{from, value}, …], maybe system     becomes messages
     Alpaca      instruction, output, maybe input and system         become prompt and completion
@@ -7,13 +8,14 @@ If the first record has the columns of one of Stillhouse's forms, the columns of
 does not import transformers, so that a command refuses data without usable columns before it imports torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stillhouse.data.read.messages import MASKS, OTHER_ROLES
 from stillhouse.data.record import RecordError, string_value, value_in_words
-from stillhouse.display import name_list
+from stillhouse.display import enumerated, name_list
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,11 +34,64 @@ _WITHOUT_INPUT = (
 )
 
 
+#: the columns that a record may lack
+OPTIONAL = ("tools", "images", "image", "system", "input")
+
+
 class ForeignColumns(NamedTuple):
-    """Columns of another project. words: a description. convert: adds Stillhouse's columns; raises RecordError."""
+    """Columns of another project. words: a description. convert: adds Stillhouse's columns; raises RecordError.
+    columns: the columns that it reads.
+    """
 
     words: str
     convert: Callable[[Fields], Fields]
+    columns: tuple[str, ...]
+
+
+def renamed(fields: Fields, columns: Mapping[str, str]) -> Fields:
+    """Return the fields of a record under the names that Stillhouse reads.
+
+    columns: the names of the record's columns, by the names that Stillhouse reads.
+
+    Raises RecordError if the record lacks one of these columns (unless it is one of `OPTIONAL`), or if it also has a
+    column with the name that Stillhouse reads.
+    """
+    if not columns:
+        return fields
+    for name, column in columns.items():
+        if column not in fields and name not in OPTIONAL:
+            near = get_close_matches(column, fields, n=1) or [other for other in fields if other == name]
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            if isinstance(fields.get(column.partition(".")[0]), dict):
+                hint = f": {column.partition('.')[0]!r} is an object, and only whole columns can be named"
+            lacks = f"names a column that the record lacks (found {name_list(fields)})"
+            raise RecordError(f"columns: {{{name}: {column}}} {lacks}{hint}")
+        if name in fields and name not in columns.values():
+            raise RecordError(
+                f"columns: {{{name}: {column}}} reads {column!r} as {name!r}, but the record has {name!r}, too "
+                f"(found {name_list(fields)}): expected records with one of the two, or no such name in columns"
+            )
+    moved = {name: fields[column] for name, column in columns.items() if column in fields}
+    return {name: value for name, value in fields.items() if name not in columns.values()} | moved
+
+
+def require_read(columns: Mapping[str, str], read: Collection[str], form: Sequence[str]) -> None:
+    """Raise ValueError if records do not read one of the renamed columns. read: all columns that they read. form: the
+    columns of their form.
+    """
+    for name, column in columns.items():
+        if name not in read:
+            raise ValueError(
+                f"columns: {{{name}: {column}}} has no effect, because the records are read as "
+                f"{enumerated(form, 'and')}: expected only names that these records read"
+            )
+
+
+def with_own_names(problem: str, columns: Mapping[str, str]) -> str:
+    """The error of a record; if it quotes a name in `columns`, with the name of the record's column."""
+    quoted = [f"{name}: {column}" for name, column in columns.items() if f"'{name}'" in problem and name != column]
+    has_names = "columns: {" in problem or not quoted
+    return problem if has_names else f"{problem}; columns: {{{', '.join(quoted)}}}"
 
 
 def own_forms(fields: Fields, *, prompts: bool) -> list[tuple[str, ...]]:
@@ -65,7 +120,8 @@ def form_of(fields: Fields, *, prompts: bool) -> tuple[str, ...]:
             "completions (section rollout with share=1)"
         )
     expected = f"expected {EXPECTED_COLUMNS} (or the columns of ShareGPT or Alpaca)"
-    raise ValueError(f"{kind}; {expected}; rename the columns in the data, because no key renames them")
+    hint = "name your columns in data.columns, such as {prompt: question, completion: answer}"
+    raise ValueError(f"{kind}; {expected}; {hint}")
 
 
 def needed_columns(fields: Fields, *, prompts: bool) -> tuple[str, ...]:
@@ -99,10 +155,11 @@ def foreign_columns(fields: Fields, tokenizer: "PreTrainedTokenizerBase", *, pro
     if own_forms(fields, prompts=prompts) or not (columns := _columns_elsewhere(fields, prompts=prompts)):
         return None
     if columns == ("conversations",):
-        return ForeignColumns("ShareGPT columns read as messages", _from_sharegpt)
+        return ForeignColumns("ShareGPT columns read as messages", _from_sharegpt, ("conversations", "system"))
     as_chat = bool(tokenizer.chat_template)
     form = "a user's message and its answer" if as_chat else "prompt and completion, in Alpaca's own template"
-    return ForeignColumns(f"Alpaca columns read as {form}", partial(_from_alpaca, as_chat=as_chat, prompts=prompts))
+    convert = partial(_from_alpaca, as_chat=as_chat, prompts=prompts)
+    return ForeignColumns(f"Alpaca columns read as {form}", convert, ("instruction", "input", "output", "system"))
 
 
 def _from_sharegpt(fields: Fields) -> Fields:

@@ -173,15 +173,16 @@ def with_joined_parts(message: Message) -> Message:
     return message | {"content": text_of(message)}
 
 
-def require_targets(messages: list[Message], column: str) -> None:
-    """Raise RecordError for an assistant's turn whose weight in the loss is not 1, which is not supported."""
-    for number, message in enumerate(messages, start=1):
+def require_targets(messages: list[Message], column: str, first: int = 0) -> None:
+    """Raise RecordError for an assistant's turn from message `first` on whose weight in the loss is not 1."""
+    for number, message in enumerate(messages[first:], start=first + 1):
         mask = next((key for key in MASKS if message.get(key, 1) != 1), None)
         if mask is not None and message["role"] == "assistant":
             raise RecordError(
                 f"'{mask}' of message {number} of '{column}' is {value_in_words(message[mask])}, but every turn of "
                 "the assistant is a target with the weight 1: expected lists of messages as 'prompt' (before the "
-                "first turn to train on) and 'completion', or records in which all turns have the weight 1"
+                "first turn to train on) and 'completion', or records in which all turns have the weight 1, or "
+                "data.turns=last"
             )
 
 

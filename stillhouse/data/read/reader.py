@@ -18,6 +18,9 @@ from stillhouse.data.record import Record
 COMPRESSED = (".gz", ".zst")
 #: the capability of a reader that uses `open_bytes`: a suffix of `COMPRESSED` may follow the names of its files
 DECOMPRESSES = f"also {' and '.join(COMPRESSED)}"
+#: the capability of a reader whose files give all objects of a column the same keys. `read` then also gets the names
+#: of the columns with messages or tools, and removes the keys with null from them
+DROPS_NULL = "no null keys in messages"
 #: the maximum number of bytes of a line of JSON or CSV, and of a field of CSV
 MAX_BYTES = 32 * 2**20
 _KINDS = {

@@ -57,6 +57,7 @@ class ChatTemplate(Template):
 
     The template's own `{% generation %}` blocks mark the assistant's characters. Without such blocks, `Turns` finds
     these characters. In records with prompt and completion, only the assistant's turns in the completion are targets.
+    If `targets` is "last", only the last message is a target, and it must be the assistant's.
     A teacher's prefix becomes a system turn. If `targets` is "none", the assistant's turns at the end of the
     conversation are replaced by the generation prompt.
 
@@ -108,6 +109,7 @@ class ChatTemplate(Template):
         self.bos_from: BosFrom = "tokenizer" if has_bos else "chat template"
 
     def render(self, fields: dict[str, Any]) -> Rendered:
+        is_last = self.targets == "last"
         if self.targets == "none":
             for column in self.columns:
                 column_value(fields, column)
@@ -118,23 +120,32 @@ class ChatTemplate(Template):
                 raise RecordError(f"'{name}' has only turns of the assistant, got {value_in_words(fields[name])}")
         else:
             by_column = [messages_of(fields, column) for column in self.columns]
-            require_targets(by_column[-1], self.columns[-1])
             messages = [message for column_messages in by_column for message in column_messages]
-            first = len(messages) - len(by_column[-1])  # the index of the first message that can be a target
+            first = len(messages) - len(by_column[-1])  # the index of the first message of the last column
+            if is_last:
+                self._require_answer(messages[-1])
+            require_targets(by_column[-1], self.columns[-1], len(by_column[-1]) - 1 if is_last else 0)
         tools = tools_of(fields)
         if self.tools is not None:
             tools = self.tools if tools is None else require_among(tools, self.tools)
         require_length(sum(len(text_of(message)) for message in messages), " and ".join(self.columns))
         messages, media = _without_media(messages)
-        rendered, lost = self._rendered(messages, tools, first)
+        start = len(messages) - 1 if is_last else first  # the index of the first message that can be a target
+        rendered, lost = self._rendered(messages, tools, start)
         if self.targets == "none":
             self._prompt_example = self._prompt_example or (messages, tools)
         if tools:
-            self._tools_example = self._tools_example or (messages, tools, first)
+            self._tools_example = self._tools_example or (messages, tools, start)
         require_encodable(rendered.body, f"'{self.columns[0]}'")
         if lost:
             self._require_written(messages, tools, first, lost)
-            rendered = replace(rendered, lost={loss.kind: self._name_of(loss, first) for loss in reversed(lost)})
+            if self.targets in ("completion", "last"):  # templates drop thoughts before the last question on purpose
+                lost = [loss for loss in lost if loss.kind != "thought" or loss.message >= start]
+            rendered = replace(
+                rendered,
+                lost={loss.kind: self._name_of(loss, first) for loss in reversed(lost)},
+                turns_without_thoughts=len({loss.message for loss in lost if loss.kind == "thought"}),
+            )
         return self._with_media(rendered, media) if media else rendered
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
@@ -280,6 +291,13 @@ class ChatTemplate(Template):
             f"the chat template of {name!r} does not write {place}{beside}: expected a template that writes it "
             "(data.chat_template), or records without it"
         )
+
+    def _require_answer(self, last: Message) -> None:
+        if last["role"] != "assistant":
+            raise RecordError(
+                f"the last message of '{self.columns[-1]}' has the role {last['role']!r}, so data.turns=last has no "
+                "target: expected conversations that end with a turn of the assistant, or data.turns=all"
+            )
 
     def _name_of(self, loss: Lost, first: int) -> str:
         is_last = loss.message >= first and self.targets != "none"

@@ -175,7 +175,7 @@ class Turns:
                 "(data.chat_template; for a template that reads enable_thinking, a copy whose first line is {%- set "
                 "enable_thinking = false %}, or true); or a template with {% generation %} blocks"
             )
-        only = "" if is_last else "put only the last turn into 'completion', the others into 'prompt', or "
+        only = "" if is_last else "set data.turns=last, which trains only on the last turn, or "
         return ValueError(
             f"{what} renders the first {count} messages{' and the generation prompt' if prompt else ''} by "
             "themselves differently from the same messages within the whole conversation (reasoning templates "
@@ -187,7 +187,8 @@ class Conversations:
     """Renders conversations with a tokenizer's chat template.
 
     targets: with "all", the characters of all roles are targets; with "none", the text ends with the generation
-        prompt. end_ids: the end-of-sequence ids of the model (see `Turns`).
+        prompt. "completion" and "last" differ only in the first message that can be a target.
+    end_ids: the end-of-sequence ids of the model (see `Turns`).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: Targets, end_ids: Collection[int] = ()):
@@ -313,7 +314,7 @@ class Conversations:
             return body, [span for span in spans if span[0] >= start]
         body = self._text(tools, messages)
         header = turns(body=body).closing_header() if messages[-1]["role"] == "assistant" and not has_marks else ""
-        spans = turns(body=body).spans(first) if self.targets == "completion" else [(0, len(body))]
+        spans = turns(body=body).spans(first) if self.targets != "all" else [(0, len(body))]
         if header:
             body += header
             spans[-1] = spans[-1][0], len(body)

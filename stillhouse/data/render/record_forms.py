@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.media import MediaProcessor
-from stillhouse.data.read.foreign_columns import foreign_columns, form_of, own_forms
+from stillhouse.data.read.foreign_columns import foreign_columns, form_of, own_forms, renamed
 from stillhouse.data.read.messages import Tools
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.templates import StringTemplate, Targets, Template
@@ -45,10 +45,16 @@ def template_for(
     return StringTemplate(tokenizer, columns, targets, end_ids)
 
 
-def are_conversations(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a dataset's prompts are rendered by the chat template. fields: those of the first usable record."""
-    foreign = foreign_columns(dict(fields), tokenizer, prompts=True)
-    native = dict(fields) if foreign is None else foreign.convert(dict(fields))
+def are_conversations(
+    fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, str]
+) -> bool:
+    """Whether a dataset's prompts are rendered by the chat template.
+
+    fields: those of the first usable record. columns: as for `renamed`.
+    """
+    native = renamed(dict(fields), columns)
+    foreign = foreign_columns(native, tokenizer, prompts=True)
+    native = native if foreign is None else foreign.convert(native)
     return _has_messages(own_forms(native, prompts=True)[0], native)
 
 

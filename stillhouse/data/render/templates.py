@@ -20,8 +20,8 @@ from stillhouse.data.record import column_value, string_value
 from stillhouse.data.render.tokenizers import tokenize
 
 Tokens = Literal["completion", "all"]
-#: "none" if a model generates the completions: only the prompt of a record is read
-Targets = Tokens | Literal["none"]
+#: "last": only the last turn of a conversation. "none": a model generates the completions, so only prompts are read
+Targets = Tokens | Literal["last", "none"]
 #: who adds the beginning-of-sequence token (BOS) to a document; None if documents have no BOS
 BosFrom = Literal["tokenizer", "chat template"] | None
 Span = tuple[int, int]
@@ -81,6 +81,7 @@ class Rendered:
     end: the special token with which the chat template ends the assistant's last turn; "" if there is none.
     lost: for each kind of lost text (`written_texts.py`), the name of the first one, such as "'reasoning_content' of
         message 2 of 'messages'".
+    turns_without_thoughts: the number of turns whose thoughts are lost.
     """
 
     body: str
@@ -89,6 +90,7 @@ class Rendered:
     encoded: Encoded | None = None
     end: str = ""
     lost: Mapping[str, str] = field(default_factory=dict)
+    turns_without_thoughts: int = 0
 
 
 class Template(Protocol):

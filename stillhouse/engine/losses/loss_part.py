@@ -10,13 +10,30 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
-from stillhouse.config import ObjectiveConfig, StudentConfig, TeacherConfig
+from stillhouse.config import ObjectiveConfig, StudentConfig, TeacherConfig, as_config_error
+from stillhouse.config.section import function_hint
 from stillhouse.models import Decoder
 from stillhouse.models.processors import DistillTargets
 from stillhouse.objective import ObjectiveOutput, OutputHead
-from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.objective.expression import class_paths
+from stillhouse.objective.spec import ObjectiveSpec, read_objective
 from stillhouse.parallel import DistributedStudent
 from stillhouse.parallel.layer_loss import LayerLosses
+from stillhouse.registry import load_all
+from stillhouse.user_code.functions import load_object
+
+
+def configured_objective(
+    key: str, loss: str, temperature: float = 1.0, scale_by_temperature_squared: bool = False
+) -> ObjectiveSpec:
+    """Parse the loss of a key of the configuration, which can name registered divergences and users' classes.
+
+    Raises ConfigError for a loss that cannot be read, and for a class that cannot be imported or is wrong.
+    """
+    with as_config_error(key):
+        classes = {path: load_object(path, function_hint(path)) for path in class_paths(loss)}
+        kinds = load_all("stillhouse.divergences") | classes
+        return read_objective(loss, kinds, temperature, scale_by_temperature_squared)
 
 
 @dataclass(frozen=True)

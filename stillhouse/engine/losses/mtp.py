@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from stillhouse.config import ConfigError, MtpConfig, StudentConfig, TeacherConfig, as_config_error
 from stillhouse.data import MicroBatch
-from stillhouse.engine.losses.loss_part import LossPart, LossSections
+from stillhouse.engine.losses.loss_part import LossPart, LossSections, configured_objective
 from stillhouse.libraries import require_feature
 from stillhouse.models import Decoder
 from stillhouse.models.families import ModelFacts
@@ -26,10 +26,9 @@ from stillhouse.models.processors import DistillTargets, full_vocab
 from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
 from stillhouse.objective.divergences import total_variation
 from stillhouse.objective.metrics import CHUNK_TOKENS
-from stillhouse.objective.spec import ObjectiveSpec, read_objective
+from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import DistributedStudent, NextTokens
 from stillhouse.parallel.layer_loss import MtpLayersRun
-from stillhouse.registry import load_all
 
 #: the prefix of a depth's metrics: mtp_1/forward_kl is the forward KL of depth 1
 PREFIX = "mtp_"
@@ -67,7 +66,7 @@ class MtpLoss(LossPart):
             return None
         if mtp.objective is not None:
             temperature, is_squared = objective.temperature, objective.scale_by_temperature_squared
-            parsed = read_objective(mtp.objective, load_all("stillhouse.divergences"), temperature, is_squared)
+            parsed = configured_objective("student.mtp.objective", mtp.objective, temperature, is_squared)
             if parsed.needs_rollouts:
                 raise ConfigError(
                     "student.mtp.objective",
