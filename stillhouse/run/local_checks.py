@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -90,27 +91,31 @@ def _require_first_records(config: RunConfig) -> None:
     """Raise ValueError if the first record of a file cannot be read or has not the columns that the run needs."""
     data, share, prompts = config.data, config.data.eval, config.eval.prompts
     common: Mapping[str, str] = data.columns or {}
+    route, teachers = None if config.teachers is None else config.teachers.route, list(config.several)
+    require = partial(_require_columns, route=route, teachers=teachers)
     sources = [(item.source, common if item.columns is None else item.columns) for item in data.weighted_sources]
     for (source, names), rollout in zip_longest(sources or [(str(data.train), common)], config.rollouts):
-        _require_columns(config, source, names, prompts=rollout is not None)
+        require(source, names, prompts=rollout is not None)
         if rollout is not None and share and isinstance(share, float):
             with held_out_needs_completions(share):
-                _require_columns(config, source, names, prompts=False)
+                require(source, names, prompts=False)
         elif rollout is not None and not rollout.is_on_student_alone:
-            _require_columns(config, source, names, prompts=False)
+            require(source, names, prompts=False)
     for source in [share] if isinstance(share, str) else data.eval_sets.values():
-        _require_columns(config, source, common, prompts=False)
+        require(source, common, prompts=False)
     if prompts is not None:
         with as_config_error("eval.prompts.data"):
-            _require_columns(config, prompts.data, common, prompts=True)
+            require(prompts.data, common, prompts=True)
 
 
-def _require_columns(config: RunConfig, source: str, names: Mapping[str, str], *, prompts: bool) -> None:
+def _require_columns(
+    source: str, names: Mapping[str, str], *, prompts: bool, route: str | None, teachers: list[str]
+) -> None:
     """Raise ValueError if a local source is empty, or if the first record of one of its files cannot be read, lacks
-    columns of the form of the source's first record, or names no teacher of the run. names: see `renamed`. prompts:
-    whether only prompts are read.
+    columns of the form of the source's first record, or names no teacher of the run.
+
+    names: see `renamed`. prompts: whether only prompts are read. route: the column that names the teacher, or None.
     """
-    route = None if config.teachers is None else config.teachers.route
     records, columns = first_records(source), None
     if records == []:
         raise ValueError(f"{source}: the dataset is empty")
@@ -123,7 +128,7 @@ def _require_columns(config: RunConfig, source: str, names: Mapping[str, str], *
             for column in columns:
                 column_value(fields, column)
             if route is not None:
-                kept_value(record.fields, route, list(config.several))
+                kept_value(record.fields, route, teachers)
         except ValueError as error:
             raise DataError(record.where, with_own_names(str(error), names)) from error
 

@@ -57,7 +57,7 @@ def test_long_texts_are_cut_and_lose_no_prediction(tmp_path: Path, max_tokens: i
     assert report.split_documents == (len(sizes) > 1)
     if len(sizes) > 1:
         assert pieces.sources[1] == f"{tmp_path}/train.jsonl:1 (piece 2 of {len(sizes)})"
-        start = f"{tmp_path}/train.jsonl: 1 documents in {len(sizes)} pieces, {sum(sizes)} tokens"
+        start = f"{tmp_path}/train.jsonl: 1 document in {len(sizes)} pieces, {sum(sizes)} tokens"
         assert report.summary().startswith(start)
     assert report.records == pieces.select([0]).report.records == 1
 
