@@ -81,6 +81,15 @@ class Renderer:
         (encoded,) = self.ours.encode([rendered])
         return rendered, encoded
 
+    def characters(self, messages: list[Message]) -> set[int]:
+        """The places of the characters of all targets in the text."""
+        rendered, document = self.document(messages, None)
+        offsets = self.tokenizer(rendered.body, add_special_tokens=False, return_offsets_mapping=True)[
+            "offset_mapping"
+        ]
+        spans = zip(offsets, document.targets, strict=True)
+        return {place for (begin, end), is_target in spans if is_target for place in range(begin, end)}
+
     def whole(self, messages: list[Message], tools: Any) -> tuple[list[Message], str] | None:
         """The first form of the messages of which transformers writes all contents and calls, and its text."""
         for form in forms_of_contents(messages):
@@ -185,14 +194,15 @@ def check(tokenizer: PreTrainedTokenizerBase, name: str, template: str, training
         try:
             rendered, document = original.document(messages, tools)
         except RecordError as error:
-            reason = "does not write|refuses the messages" if whole is None else "cannot be identified|begins with a"
-            assert re.search(reason, str(error)), (form, error)
+            require_reason(str(error), form, is_written=whole is not None)
             unclear += [form] if whole is not None and form != "answer first" else []
         else:
             assert whole is not None, (form, rendered.body)
             require_ids(original, document, rendered, whole[1], form, is_last=messages[-1]["role"] == "assistant")
             require_thoughts(messages, rendered, form)
-            first_turns[form] = original.runs(document.ids, document.targets)[0].strip()
+            turns = original.runs(document.ids, document.targets)
+            assert "endgeneration" in template or all(turn == turn.rstrip() for turn in turns), (form, turns)
+            first_turns[form] = turns[0].strip()
         marking = trained or (original if "endgeneration" in template else None)
         if marking is not None and (written := marking.whole(messages, tools)) is not None:
             ids, mask = marking.marked(written[0], tools)
@@ -209,6 +219,11 @@ def check(tokenizer: PreTrainedTokenizerBase, name: str, template: str, training
     written = [(first_turns[one], first_turns[several]) for one, several in pairs if several in first_turns]
     drops = any(not alone.startswith(earlier) for alone, earlier in written)
     assert drops == (name in CASES["drop thoughts of earlier turns"]), first_turns
+
+
+def require_reason(error: str, form: str, *, is_written: bool) -> None:
+    reason = "cannot be identified|begins with a turn" if is_written else "does not write|refuses the messages"
+    assert re.search(reason, error), (form, error)
 
 
 def require_ids(
@@ -260,13 +275,22 @@ def test_every_form_of_a_conversation(name: str) -> None:
     check(small_tokenizer(name), name, templates[name], templates.get(f"{name}_training"))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama3", "gemma3", "glm4moe", "lfm2_2_5"])
-def test_every_form_with_a_tokenizer_that_adds_a_space(name: str) -> None:
-    backend, templates = toy_backend(), chat_templates()
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "gemma3", "lfm2_2_5", "gptoss_training"])
+def test_a_tokenizer_that_adds_a_space(name: str) -> None:
+    """The ids are those of transformers, and the same characters are targets as without the space. The mask of
+    transformers is none to compare with: it looks up the token of a single character.
+    """
+    backend = toy_backend()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    tokenizer = small_tokenizer(name, backend=backend)
-    assert tokenizer.tokenize("two") == tokenizer.tokenize(" two")
-    check(tokenizer, name, templates[name], templates.get(f"{name}_training"))
+    spaced = small_tokenizer(name, backend=backend)
+    assert spaced.tokenize("two") == spaced.tokenize(" two")
+    renderers = [Renderer.of(tokenizer, chat_templates()[name]) for tokenizer in (spaced, small_tokenizer(name))]
+    for form in ("one turn", "system", "unicode", "empty answer", "thoughts in the content", "control tokens"):
+        messages = messages_of_form(form, chat_templates()[name])
+        if renderers[0].whole(messages, None) is not None:
+            ids, _ = renderers[0].marked(messages, None)
+            assert renderers[0].document(messages, None)[1].ids.tolist() == ids, form
+            assert renderers[0].characters(messages) == renderers[1].characters(messages), form
 
 
 REAL = [
@@ -299,11 +323,9 @@ def test_a_text_that_is_rendered_already_gets_no_second_bos(name: str) -> None:
 
 @pytest.mark.slow
 def test_an_answer_whose_first_token_has_characters_of_the_prompt() -> None:
-    """Qwen3 joins the line break that ends the prompt with those of the answer. The token is a target, and counted."""
+    """Qwen3 joins the line break at the prompt's end with those of the answer. The token is a target, and counted."""
     tokenizer = load_tokenizer(str(real_model("qwen3-tokenizer")))
     renderer = Renderer.of(tokenizer, chat_templates()["qwen3_instruct_2507"])
     _, document = renderer.document(CASES["forms"]["white space"], None)
-    assert (renderer.runs(document.ids, document.targets), document.joined_turns) == (
-        ["\n\n\n  Beta answer. \n<|im_end|>"],
-        1,
-    )
+    assert renderer.runs(document.ids, document.targets) == ["\n\n\n  Beta answer. \n<|im_end|>"]
+    assert document.joined_turns == 1
