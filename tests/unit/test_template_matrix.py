@@ -56,7 +56,7 @@ def small_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def messages_of_form(form: str, template: str) -> list[Message]:
+def conversation(form: str, template: str) -> list[Message]:
     text = json.dumps(CASES["forms"][form])
     return json.loads(text.replace("CONTROL", json.dumps(" ".join(control_tokens(template)))[1:-1]))
 
@@ -68,14 +68,6 @@ class Renderer:
     tokenizer: PreTrainedTokenizerBase
     ours: Template
 
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, template: str, ends: tuple[str, ...] = ()) -> "Renderer":
-        tokenizer = deepcopy(tokenizer)
-        tokenizer.chat_template = template
-        end_ids = tokenizer.convert_tokens_to_ids([end for end in ends if end in tokenizer.get_vocab()])
-        record = {"messages": CASES["forms"]["one turn"]}
-        return cls(tokenizer, template_for(record, tokenizer, "completion", end_ids=end_ids))
-
     def document(self, messages: list[Message], tools: Any) -> tuple[Rendered, Encoded]:
         rendered = self.ours.render({"messages": messages, "tools": tools})
         (encoded,) = self.ours.encode([rendered])
@@ -84,15 +76,13 @@ class Renderer:
     def characters(self, messages: list[Message]) -> set[int]:
         """The places of the characters of all targets in the text."""
         rendered, document = self.document(messages, None)
-        offsets = self.tokenizer(rendered.body, add_special_tokens=False, return_offsets_mapping=True)[
-            "offset_mapping"
-        ]
-        spans = zip(offsets, document.targets, strict=True)
+        encoded = self.tokenizer(rendered.body, add_special_tokens=False, return_offsets_mapping=True)
+        spans = zip(encoded["offset_mapping"], document.targets, strict=True)
         return {place for (begin, end), is_target in spans if is_target for place in range(begin, end)}
 
     def whole(self, messages: list[Message], tools: Any) -> tuple[list[Message], str] | None:
         """The first form of the messages of which transformers writes all contents and calls, and its text."""
-        for form in forms_of_contents(messages):
+        for form in content_forms(messages):
             try:
                 text = self.tokenizer.apply_chat_template(form, tools=tools, tokenize=False)
             except (TemplateError, TypeError, AttributeError, KeyError):
@@ -131,15 +121,24 @@ class Renderer:
         return [self.tokenizer.decode([int(index) for index, _ in run]) for is_marked, run in pairs if is_marked]
 
 
-def forms_of_contents(messages: list[Message]) -> Iterator[list[Message]]:
+def renderer(tokenizer: PreTrainedTokenizerBase, template: str, ends: tuple[str, ...] = ()) -> Renderer:
+    """ends: the tokens with which the student ends its turns."""
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    end_ids = tokenizer.convert_tokens_to_ids([end for end in ends if end in tokenizer.get_vocab()])
+    record = {"messages": CASES["forms"]["one turn"]}
+    return Renderer(tokenizer, template_for(record, tokenizer, "completion", end_ids=end_ids))
+
+
+def content_forms(messages: list[Message]) -> Iterator[list[Message]]:
     """The messages with contents and arguments as they are, as strings, and as parts or objects."""
     bare = [{key: value for key, value in message.items() if value is not None} for message in messages]
     for content in (None, str, list):
         for arguments in (dict, str):
             form = deepcopy(bare)
             for message in form:
-                given = message.get("content", "")
-                text = given if isinstance(given, str) else "".join(part["text"] for part in given)
+                text = message.get("content", "")
+                text = text if isinstance(text, str) else "".join(part["text"] for part in text)
                 if content is not None:
                     message["content"] = text if content is str else [{"type": "text", "text": text}]
                 for call in message.get("tool_calls", []):
@@ -179,12 +178,12 @@ def answers(turns: list[str]) -> list[str]:
 
 def check(tokenizer: PreTrainedTokenizerBase, name: str, template: str, training: str | None) -> None:
     """name: of the template in template_forms.yaml. training: TRL's template for training, if there is one."""
-    original = Renderer.of(tokenizer, template, ENDS.get(name, ()))
-    trained = Renderer.of(tokenizer, training) if training else None
+    original = renderer(tokenizer, template, ENDS.get(name, ()))
+    trained = renderer(tokenizer, training) if training else None
     headers = set[str]()
     unclear, other_masks, first_turns = [], [], {}
     for form in CASES["forms"]:
-        messages = messages_of_form(form, template)
+        messages = conversation(form, template)
         tools = TOOLS if any(message.get("tool_calls") for message in messages) else None
         if form == "image":
             with pytest.raises((ProcessorError, RecordError), match=NO_IMAGES):
@@ -216,8 +215,8 @@ def check(tokenizer: PreTrainedTokenizerBase, name: str, template: str, training
     assert other_masks == CASES["other masks"].get(name, [])
     assert headers == set(CASES["trained headers"].get(name, []))
     pairs = [("one turn", "several turns"), ("thoughts", "several thoughts")]
-    written = [(first_turns[one], first_turns[several]) for one, several in pairs if several in first_turns]
-    drops = any(not alone.startswith(earlier) for alone, earlier in written)
+    turns = [(first_turns[one], first_turns[several]) for one, several in pairs if several in first_turns]
+    drops = any(not alone.startswith(earlier) for alone, earlier in turns)
     assert drops == (name in CASES["drop thoughts of earlier turns"]), first_turns
 
 
@@ -227,13 +226,14 @@ def require_reason(error: str, form: str, *, is_written: bool) -> None:
 
 
 def require_ids(
-    renderer: Renderer, document: Encoded, rendered: Rendered, text: str, form: str, *, is_last: bool
+    original: Renderer, document: Encoded, rendered: Rendered, text: str, form: str, *, is_last: bool
 ) -> None:
+    """The ids are those of the text that transformers renders; GLM's last turn ends with the next turn's header."""
     ends = [index for index in document.ids[-1:] if rendered.body != text]
     assert rendered.body.startswith(text), (form, rendered.body, text)
     assert is_last or not ends, form
-    assert rendered.body.removeprefix(text) == "".join(map(renderer.tokenizer.decode, ends)), form
-    ids = renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert rendered.body.removeprefix(text) == "".join(map(original.tokenizer.decode, ends)), form
+    ids = original.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert document.ids.tolist() == ids + ends, form
 
 
@@ -247,12 +247,12 @@ def require_thoughts(messages: list[Message], rendered: Rendered, form: str) -> 
 
 
 def require_marks(
-    renderer: Renderer, messages: list[Message], tools: Any, ids: list[int], mask: np.ndarray, form: str
+    marking: Renderer, messages: list[Message], tools: Any, ids: list[int], mask: np.ndarray, form: str
 ) -> None:
     """With a template that has marks, ids and targets are those of transformers."""
-    _, document = renderer.document(messages, tools)
+    _, document = marking.document(messages, tools)
     assert document.ids.tolist() == ids, form
-    assert document.targets.tolist() == mask.tolist(), (form, renderer.runs(ids, mask))
+    assert document.targets.tolist() == mask.tolist(), (form, marking.runs(ids, mask))
 
 
 def marked_beside(original: Renderer, document: Encoded, ids: list[int], mask: np.ndarray) -> list[str] | None:
@@ -284,9 +284,9 @@ def test_a_tokenizer_that_adds_a_space(name: str) -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     spaced = small_tokenizer(name, backend=backend)
     assert spaced.tokenize("two") == spaced.tokenize(" two")
-    renderers = [Renderer.of(tokenizer, chat_templates()[name]) for tokenizer in (spaced, small_tokenizer(name))]
+    renderers = [renderer(tokenizer, chat_templates()[name]) for tokenizer in (spaced, small_tokenizer(name))]
     for form in ("one turn", "system", "unicode", "empty answer", "thoughts in the content", "control tokens"):
-        messages = messages_of_form(form, chat_templates()[name])
+        messages = conversation(form, chat_templates()[name])
         if renderers[0].whole(messages, None) is not None:
             ids, _ = renderers[0].marked(messages, None)
             assert renderers[0].document(messages, None)[1].ids.tolist() == ids, form
@@ -325,7 +325,7 @@ def test_a_text_that_is_rendered_already_gets_no_second_bos(name: str) -> None:
 def test_an_answer_whose_first_token_has_characters_of_the_prompt() -> None:
     """Qwen3 joins the line break at the prompt's end with those of the answer. The token is a target, and counted."""
     tokenizer = load_tokenizer(str(real_model("qwen3-tokenizer")))
-    renderer = Renderer.of(tokenizer, chat_templates()["qwen3_instruct_2507"])
-    _, document = renderer.document(CASES["forms"]["white space"], None)
-    assert renderer.runs(document.ids, document.targets) == ["\n\n\n  Beta answer. \n<|im_end|>"]
+    original = renderer(tokenizer, chat_templates()["qwen3_instruct_2507"])
+    _, document = original.document(CASES["forms"]["white space"], None)
+    assert original.runs(document.ids, document.targets) == ["\n\n\n  Beta answer. \n<|im_end|>"]
     assert document.joined_turns == 1
