@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # two test workers with one thread each, for a machine with two cores
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --junitxml=.results/quick.xml
 
-.PHONY: demo test test-slow test-all test-versions test-oldest test-newest test-engines proofs models claims gpu wheels chaos fuzz lint format docs site site-version dist clean
+.PHONY: demo test test-slow test-all test-versions test-oldest test-newest test-engines proofs models claims real gpu wheels chaos fuzz lint format docs site site-version dist clean
 
 demo: $(VENV)/.package
 	$(BIN)/stillhouse demo
@@ -63,6 +63,11 @@ models: $(VENV)/.development
 # measures the claims of the field that have no result file yet, and writes docs/claims.md; some minutes for each
 claims: $(VENV)/.development
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.claims
+
+# experiments with real language models, which `stillhouse fetch` gets; those that have no result file yet, then
+# docs/results/real.md; ten minutes for each objective on two idle cores
+real: $(VENV)/.development
+	$(BIN)/python -m benchmarks.real
 
 # on a machine with one NVIDIA GPU: its tests and all benchmarks within MINUTES minutes, the most important ones first,
 # with the machine's Python, torch and transformers; other packages come from wheels/ (`make wheels`), without a network

@@ -1,8 +1,15 @@
-"""Makes external text safe to print: shortens it and escapes characters that control the cursor or text direction."""
+"""Makes external text safe to print: shortens it and escapes characters that control the cursor or text direction.
 
+Also names a phase that takes long.
+"""
+
+import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Timer
 
 #: control characters (except tab and newline), line separators, text-direction controls, and surrogates
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -11,6 +18,8 @@ _CONTROLS_AND_LINES = re.compile(_CONTROLS.pattern[:-1] + "\n\t]")
 LINES, WIDTH = 20, 600
 #: the maximum number of names in a list, and of characters per name
 NAMES, NAME_WIDTH = 12, 60
+#: the seconds after which a phase is named
+SLOW_SECONDS = 1.0
 
 
 def escaped(text: str, *, lines: bool = False) -> str:
@@ -30,6 +39,19 @@ def print_escaped(text: object, *, err: bool = False) -> None:
     print(escaped(str(text), lines=True), file=sys.stderr if err else sys.stdout, flush=True)
 
 
+@contextmanager
+def named_if_slow(phase: str, show: Callable[[str], None] = print_escaped) -> Iterator[None]:
+    """If the block takes longer than `SLOW_SECONDS`, print the phase's name on rank 0. show: prints the line."""
+    timer = Timer(SLOW_SECONDS, show, [f"{phase} …"])
+    timer.daemon = True
+    if os.environ.get("RANK", "0") == "0":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def message(text: str) -> str:
     """Return an error message, escaped and cut to `LINES` lines; a cut message ends with the number of cut lines."""
     lines = [_cut(line, WIDTH) for line in escaped(text, lines=True).splitlines()]
@@ -44,6 +66,12 @@ def name_list(names: Iterable[object]) -> str:
     shown = [_cut(escaped(name), NAME_WIDTH) for name in ordered[:NAMES]]
     more = [f"and {len(ordered) - NAMES:,} more"] if len(ordered) > NAMES else []
     return ", ".join(shown + more) or "none"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun in the right form: "1 step", "2 steps", "2 batches"."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def enumerated(names: Sequence[str], word: str) -> str:
@@ -68,3 +96,20 @@ def first_line(error: BaseException) -> str:
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def model_folder_name(path: str) -> str:
+    """The name of a model's folder. For the final model or adapter of a run, such as runs/a/model, this is the name
+    of the run's folder.
+    """
+    *_, parent, name = "", *Path(path).parts
+    return parent if parent and name in ("model", "adapter") else name
+
+
+def duration(seconds: float) -> str:
+    """A time in words, such as "3 min 05 s"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from stillhouse.engine.state_folder import stored_tensors
 from stillhouse.output.disk import UNFINISHED, file_names, hashes
+from stillhouse.output.metrics import is_greater_better
 from stillhouse.output.progress import PREFIX, STATE, DamagedCheckpointError, State, read_state
 from stillhouse.parallel import ONE_PROCESS, Ranks, local_processes, local_rank
 
@@ -59,12 +60,9 @@ def best_checkpoint(
     """Return the earliest checkpoint with the best value of a metric, and a message for each damaged state.json. The
     checkpoint is None if no checkpoint has the metric.
 
-    greater: whether a higher value is better. None means true for agreement, exact match and the reward of prompts,
-        and false for other metrics.
+    greater: see `is_greater_better`.
     """
-    if greater is None:
-        greater = metric.startswith("eval/exact_match") or metric.endswith(("/agreement", "prompts/reward"))
-    sign = -1.0 if greater else 1.0
+    sign = -1.0 if is_greater_better(metric, greater) else 1.0
     ranked, damage = list[tuple[float, Path]](), dict[Path, str]()
     for path in paths:
         try:
@@ -74,6 +72,17 @@ def best_checkpoint(
         else:
             ranked += [(sign * metrics[metric], path)] if metric in metrics else []
     return min(ranked)[1] if ranked else None, damage
+
+
+def is_new_best(folder: Path, metric: str, value: float, greater: bool | None = None) -> bool:
+    """Return whether a value of a metric is better than the values of all checkpoints in a folder. A value that is
+    not finite is never better.
+    """
+    best_path, _ = best_checkpoint(checkpoints(folder), metric, greater)
+    if best_path is None:
+        return math.isfinite(value)
+    best = read_state(best_path).progress.metrics[metric]
+    return value > best if is_greater_better(metric, greater) else value < best
 
 
 def set_aside(path: Path) -> Path:

@@ -41,6 +41,7 @@ LOST_CONTACT = "lost contact with another rank, which has ended or hangs and may
 _EFFECTS = {
     "distill": "continues from the run's last checkpoint, or from the start if there is none yet",
     "cache": "continues with the first shard that is not complete",
+    "generate": "continues with the first completion that is not in the file",
 }
 #: names that other tools use for our commands
 _OTHER_NAMES = dict.fromkeys(("train", "run", "sft", "gkd"), "distill") | {"eval": "evaluate", "vllm-serve": "serve"}
@@ -133,6 +134,9 @@ def cli(context: click.Context) -> None:
     stillhouse report runs/a
     stillhouse verify runs/a                 check the folder of a run
     stillhouse export runs/a --out exported  write the student for transformers and vLLM
+    stillhouse chat runs/a                   talk to the student in the terminal
+    stillhouse evaluate runs/a --data held_out.jsonl
+    stillhouse generate --model MODEL --prompts prompts.jsonl --out answers.jsonl
     stillhouse info                          list the registered add-ons and their distributions
     """
     if context.invoked_subcommand is None:
@@ -152,8 +156,10 @@ def _usage(error: click.ClickException) -> str:
 
                 message += override_hint(error.option_name, RunConfig)
     command = re.match("No such command '(.*?)'", message)
-    if command is not None and command[1] in _OTHER_NAMES:
-        message += f" Did you mean '{_OTHER_NAMES[command[1]]}'?"
+    if command is not None:
+        similar = difflib.get_close_matches(command[1], registry.registered(COMMANDS), n=1)
+        if near := _OTHER_NAMES.get(command[1], next(iter(similar), "")):
+            message += f" Did you mean '{near}'?"
     if isinstance(error, click.UsageError) and error.ctx is not None:
         message += f"\nsee `{error.ctx.command_path} --help`"
     return message

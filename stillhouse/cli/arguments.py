@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,10 +39,13 @@ _NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def configured(command: Command) -> Command:
-    """Add the arguments for a run's configuration to a command: a file, options and overrides."""
+def configured(command: Command, out: str = "Folder of the run (out).") -> Command:
+    """Add the arguments for a run's configuration to a command: a file, options and overrides.
+
+    out: the help of the option --out.
+    """
     for key, (flag, metavar, text) in reversed(OPTIONS.items()):
-        command = click.option(flag, metavar=metavar, help=f"{text} ({key}).")(command)
+        command = click.option(flag, metavar=metavar, help=out if key == "out" else f"{text} ({key}).")(command)
     return click.argument("arguments", nargs=-1, metavar=ARGUMENTS)(command)
 
 
@@ -69,8 +73,9 @@ def load_arguments(
         raise misused(f"{file} is data, not a configuration: write --data {file}")
     if file is not None and not Path(file).exists():
         if Path(file).suffix in (".yaml", ".yml") or "/" in file:
-            raise misused(f"the file {file} does not exist: expected a YAML file")
-        raise misused(f"{file!r} is neither a file nor an override: expected a YAML file or key=value")
+            raise misused(f"the file {file} does not exist: expected a YAML file{_similar_file(Path(file))}")
+        expected = f"expected a YAML file or key=value{_similar_file(Path(file))}"
+        raise misused(f"{file!r} is neither a file nor an override: {expected}")
     from stillhouse.config import load_config
     from stillhouse.run.local_checks import check_local
 
@@ -86,6 +91,13 @@ def load_arguments(
         require_on_hub(models)
     quiet_libraries()
     return config
+
+
+def _similar_file(file: Path) -> str:
+    """Return a hint with the YAML file in the same folder whose name is most similar; "" if there is none."""
+    names = [other.name for other in (*file.parent.glob("*.yaml"), *file.parent.glob("*.yml"))]
+    near = get_close_matches(file.name, names, n=1) or [name for name in names if Path(name).stem == file.name]
+    return f"; did you mean {file.parent / near[0]}?" if near else ""
 
 
 def is_data(file: str) -> bool:

@@ -1,5 +1,6 @@
 """`stillhouse cache`: writes a teacher's signals to disk, and verifies such caches."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,7 @@ def cache() -> None:
 
 
 @cache.command()
-@configured
+@partial(configured, out="Folder of the cache.")
 @click.option("--signal", type=click.Choice(SIGNALS), help="hidden: exact, at any temperature. "
               "top_k: the most likely ids. sampled: sampled ids. [default: hidden; with teacher.url, "
               "teacher.signal]")  # fmt: skip
@@ -62,8 +63,7 @@ def write(
 ) -> None:
     """Write a cache. The same command continues after an interruption.
 
-    CONFIG is the configuration of a run. The cache uses its data, template, lengths and teacher. `--out` is the
-    folder of the cache.
+    CONFIG is the configuration of a run. The cache uses its data, template, lengths and teacher.
 
     \b
     stillhouse cache run.yaml --out caches/a --signal top_k --top-k 64

@@ -10,7 +10,7 @@ import click
 
 from stillhouse import registry
 from stillhouse.cli.arguments import configured, load_arguments, quiet_libraries
-from stillhouse.display import print_escaped
+from stillhouse.display import counted, print_escaped
 from stillhouse.tasks import TASKS, TaskSpec, problem
 
 
@@ -27,7 +27,8 @@ def distill_command(arguments: tuple[str, ...], **flags: str | None) -> None:
         --data train.jsonl --out runs/a
     stillhouse distill run.yaml train.learning_rate=2e-5 train.steps=200
     """
-    config = load_arguments(arguments, flags, ("data", "run"))
+    config = load_arguments(arguments, flags, ("data", "run", "servers of a new run"))
+    from stillhouse.output.closing_lines import next_commands
     from stillhouse.parallel import is_first
     from stillhouse.run.run import distill
 
@@ -35,14 +36,17 @@ def distill_command(arguments: tuple[str, ...], **flags: str | None) -> None:
     if is_first():
         report = registry.load("stillhouse.commands", "report")
         report.main(["--label", "report: ", "--", str(folder)], standalone_mode=False)
+        held_out = config.data.eval if isinstance(config.data.eval, str) else "held_out.jsonl"
+        print_escaped(next_commands(folder, held_out))
 
 
 @click.command()
 @configured
-def check(arguments: tuple[str, ...], **flags: str | None) -> None:
+@click.option("--compile", "compiles", is_flag=True, help="Compile the step as a run does, which can take minutes.")
+def check(arguments: tuple[str, ...], *, compiles: bool, **flags: str | None) -> None:
     """Dry run of a configuration.
 
-    Checks models, tokenizers and data, and runs one step to show its memory and gradients; saves nothing.
+    Checks data, tokenizers and models, and runs one step to show its memory and gradients; saves nothing.
 
     \b
     stillhouse check run.yaml
@@ -51,7 +55,7 @@ def check(arguments: tuple[str, ...], **flags: str | None) -> None:
     config = load_arguments(arguments, flags, ("data", "run", "servers"))
     from stillhouse.tools.check import print_check
 
-    print_check(config)
+    print_check(config, compiles=compiles)
 
 
 @click.command()
@@ -185,12 +189,14 @@ def task(name: str, *, count: int, seed: int, lengths: str | None, held_out: boo
     spec = TaskSpec.of(name, lengths)
     if out.exists():
         raise ValueError(f"{out} exists: expected the name of a new file")
-    if not out.parent.is_dir():
-        raise ValueError(f"{out.parent} is not a folder: expected an existing folder for {out.name}")
+    existing = next(path for path in out.absolute().parents if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"got --out {out}, but {existing} is a file: expected a path in a folder")
     if out.suffix == ".parquet":
         raise ValueError(f"got --out {out} for task {name}: expected the name of a JSONL file")
     from stillhouse.output.disk import replace_text
 
+    out.parent.mkdir(parents=True, exist_ok=True)
     records = (problem(spec, seed, number, held_out=held_out).record(name) for number in range(count))
     replace_text(out, "".join(json.dumps(record) + "\n" for record in records))
-    print_escaped(f"{out}: {count:,} problems")
+    print_escaped(f"{out}: {counted(count, 'problem')}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BeforeValidator
 
-from stillhouse.display import message
+from stillhouse.display import counted, message
 
 #: the maximum number of mistakes that one error lists
 MAX_LINES = 17
@@ -67,7 +67,7 @@ def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
     """
     shown = list(mistakes[:MAX_LINES])
     if more := more + len(mistakes) - len(shown):
-        shown.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))
+        shown.append(ConfigError(None, f"and {counted(more, 'more mistake')}"))
     if len(shown) == 1:
         return shown[0]
     first, *others = shown

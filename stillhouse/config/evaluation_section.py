@@ -75,6 +75,11 @@ class EvalConfig(Section):
     every: int = Field(default=100, ge=0)
     """Steps between two evaluations. Checkpoints are evaluated, too, unless checkpoint.best is null. 0: only at the
     start and at the end."""
+    patience: int | None = Field(default=None, ge=1, examples=[3])
+    """Early stopping: training ends after this many evaluations in a row without a new best value of the metric in
+    checkpoint.best. The evaluation before training does not count. Each new best value causes a checkpoint, and the
+    final model has the weights of the best checkpoint, also if training does not end early. null: train all steps,
+    and the final model has the last weights."""
     micro_batch_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one micro-batch of an evaluation. null: the value of train.micro_batch_tokens."""
     tasks: Annotated[list[Text], AfterValidator(_checked_tasks)] = Field(default=[], examples=["sums", "sums(2:4)"])
@@ -114,7 +119,7 @@ class CheckpointConfig(Section):
     is the best. null: for all other metrics, whose best value is known."""
     resume: PathText = Field(default="auto", examples=["auto", "never", "runs/a/checkpoints/step-500"])
     """auto: resume from the latest checkpoint in out, or start anew if there is none; never: start anew; a path:
-    start from that checkpoint."""
+    start from that checkpoint. A complete run that is started again only compares its model with hashes.json."""
     fallback: bool = False
     """true: if the latest checkpoint in out is damaged, rename it and resume from the previous one. false: stop with
     an error that describes the damage."""

@@ -219,7 +219,8 @@ def override_hint(option: str, model: type[Section]) -> str:
     """Return a hint with the override to use instead of an option such as --learning-rate; "" if there is none."""
     name = option.lstrip("-").replace("-", "_")
     fields = [key for key in value_fields(model) if ANY_NAME not in key]
-    if keys := [name] if name in fields else [key for key in fields if key.rpartition(".")[2] == name]:
+    same_name = sorted((key for key in fields if key.rpartition(".")[2] == name), key=_rarity)[:3]
+    if keys := [name] if name in fields else same_name:
         return f"; an override has no dashes: {'=... or '.join(keys)}=..."
     if hint := peer_hint(name):
         return f"; {hint}" if NO_KEY in hint else f"; {hint}; write key=value, without dashes"
@@ -239,7 +240,14 @@ def nearest(key: str, candidates: Iterable[str]) -> list[str]:
         # if `key` has no section, the user may have omitted the section, or only the dot after it
         similarity[candidate] = (name_ratio, full_ratio) if section else (max(name_ratio, full_ratio), 0.0)
     best = max(similarity.values())
-    return [name for name, score in similarity.items() if score == best][:3] if best[0] >= CLOSE_ENOUGH else []
+    if best[0] < CLOSE_ENOUGH:
+        return []
+    return sorted((name for name, score in similarity.items() if score == best), key=_rarity)[:3]
+
+
+def _rarity(key: str) -> tuple[bool, int, bool]:
+    """Sorts keys: first those of train, then those of other sections, and last those of sections within sections."""
+    return ANY_NAME in key, key.count("."), not key.startswith("train.")
 
 
 def _ratio(key: str, candidate: str) -> float:

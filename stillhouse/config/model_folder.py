@@ -1,5 +1,6 @@
 """Checks a model's folder by the names of its files. It needs no torch, so that a wrong path is reported at once."""
 
+import importlib.util
 import os
 import re
 
@@ -9,14 +10,43 @@ CONFIG = "config.json"
 _ADAPTER = "adapter_config.json"
 _PICKLE = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TEMPLATE = (".jinja", ".jinja2", ".j2", ".txt")
+_GGUF = ".gguf"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def require_model(name: str) -> None:
-    """Raise ValueError unless a name is a model's folder or has the form of a hub id."""
+    """Raise ValueError unless a name is a model's folder or GGUF, or has the form of a hub id."""
+    if gguf_file(name) is not None:
+        require_gguf_packages(name)
+        return
     require_model_folder(name)
     if not os.path.exists(name) and _HUB_ID.fullmatch(name) is None:
         raise ValueError(f"got {name!r}: expected an existing folder, or a hub id such as Qwen/Qwen3-8B")
+
+
+def require_gguf_packages(name: str) -> None:
+    """Raise ValueError unless the packages that read a GGUF are installed. name: a GGUF, or what has one."""
+    if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
+        raise ValueError(f"got {name}, a GGUF: reading it needs packages; pip install 'stillhouse[gguf]'")
+
+
+def gguf_file(name: str | os.PathLike[str]) -> str | None:
+    """The GGUF that a name of a model is, or has as its only model; None for any other name.
+
+    Raises ValueError for a GGUF that does not exist, and for a folder with several of them.
+    """
+    path = os.fspath(name)
+    if not os.path.isdir(path):
+        if path.endswith(_GGUF) and not os.path.isfile(path):
+            raise ValueError(f"got {path}, but there is no such file: expected an existing GGUF")
+        return path if path.endswith(_GGUF) else None
+    files = os.listdir(path)
+    found = sorted(file for file in files if file.endswith(_GGUF))
+    if not found or CONFIG in files:
+        return None
+    if len(found) > 1:
+        raise ValueError(f"{escaped(path)} has {len(found)} GGUFs: expected the path of one of {name_list(found)}")
+    return os.path.join(path, found[0])
 
 
 def require_template(source: str) -> None:

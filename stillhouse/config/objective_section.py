@@ -51,7 +51,7 @@ class ObjectiveConfig(_PartKeys):
 
     loss: Text = "forward_kl"
     """A sum of cross_entropy and divergences with coefficients, such as 0.3*cross_entropy + 0.7*jsd(0.5); the
-    divergences are listed in docs/objective.md."""
+    divergences are listed in docs/objective.md. Without this key, a run with the section rollout has reverse_kl."""
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits of student and teacher in divergences, and the student's logits in entropy. No effect
     on cross_entropy."""
@@ -72,11 +72,13 @@ class ObjectiveConfig(_PartKeys):
     section rollout."""
     chunk_tokens: int | None = Field(default=None, ge=1)
     """Tokens of a tile of logits; one tile at a time is in memory. Affects memory and speed, never the loss. null:
-    chosen by a memory budget."""
+    chosen by a memory budget of 1 GiB on a GPU and 256 MiB on a CPU. Each dense teacher has another tile, and tensor
+    parallelism doubles them."""
     kernels: Literal["auto", "compiled", "triton"] = "auto"
     """How a GPU computes all operations of the objective except matrix products. auto: with Triton kernels if they
     support the loss and agree with float64 at the first step, otherwise with torch.compile. compiled: with
-    torch.compile. triton: like auto, but kernels that do not agree end the run. No effect on a CPU."""
+    torch.compile. triton: like auto, but kernels that do not agree end the run. No effect on a CPU. In
+    each case, the loss is compiled once for each expression and temperature, which can take a minute."""
 
     @property
     def losses(self) -> dict[str, str]:

@@ -148,7 +148,10 @@ class RolloutConfig(PromptConfig):
     by n. sample: it is divided by n - 1, as in TRL and verl."""
     workers: int = Field(default=0, ge=0, le=1024)
     """The number of processes on rank 0's host that run reward and environment for many completions at once. 0: they
-    run in the process of rank 0, for one completion at a time. The results are the same."""
+    run in the process of rank 0, for one completion at a time. The results are the same. No worker, and no program
+    that a function starts, outlives the run, except programs in a session of their own (setsid). Without workers, a
+    function that calls os._exit(0) ends the run with code 0 and without a model, and one that never releases Python's
+    lock, such as 9**9**9, ends only by SIGKILL."""
     worker_timeout: float = Field(default=60.0, gt=0)
     """The most seconds of one call in a worker. A worker that takes longer, ends or runs out of memory is replaced,
     and the call is repeated once. If it fails again, the run ends with an error."""

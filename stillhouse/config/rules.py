@@ -21,6 +21,8 @@ from stillhouse.registry import load, load_all, registered
 #: the keys of the environments and tools that reply to turns of samples
 ENVIRONMENTS = [f"rollout.{name}" for name in registered("stillhouse.environments")]
 
+_ON_HELD_OUT_DOCUMENTS = ("eval/cross_entropy", "eval/forward_kl", "eval/agreement")
+
 RULES: tuple[Rule, ...] = (
     # a teacher in this job
     excludes("teacher.quantize", "teacher.parallel"),
@@ -238,7 +240,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("eval.samples", "data.eval", "eval.prompts"),
         lambda samples, source, prompts: samples > 0 and source == 0 and prompts is None,
-        "0, held-out documents in data.eval, or the section eval.prompts",
+        "eval.samples=0, held-out documents in data.eval, or the section eval.prompts",
+        "the samples are completions of held-out documents",
     ),
     Rule(
         ("checkpoint.best", "eval.prompts"),
@@ -254,6 +257,25 @@ RULES: tuple[Rule, ...] = (
         ("checkpoint.best", "teacher", "teachers"),
         lambda best, *teachers: best == "eval/prompts/reverse_kl" and not any(teachers),
         "a metric that needs no teacher",
+    ),
+    # early stopping
+    Rule(
+        ("eval.patience", "checkpoint.best"),
+        lambda patience, best: patience is not None and best is None,
+        "null, or a metric in checkpoint.best",
+        "this metric decides when training ends",
+    ),
+    Rule(
+        ("eval.patience", "eval.every"),
+        lambda patience, every: patience is not None and every == 0,
+        "null, or steps between two evaluations in eval.every",
+        "without evaluations during training, training cannot end early",
+    ),
+    Rule(
+        ("eval.patience", "data.eval", "checkpoint.best"),
+        lambda patience, source, best: patience is not None and source == 0 and best in _ON_HELD_OUT_DOCUMENTS,
+        "null, held-out documents in data.eval, or another metric in checkpoint.best",
+        "this metric is computed on held-out documents",
     ),
     excludes("eval.prompts", "teacher.cross_tokenizer"),
     Rule(

@@ -38,6 +38,15 @@ class ServerKind:
     rounds_as_here: bool = False
     reward_schemes: tuple[str, ...] = ()
 
+    def require_server(self, url: str, token: str | None, seconds: float) -> None:
+        """Raise ValueError unless a server of this kind answers at `url`, or is still loading. Needs no torch.
+
+        token: the server's bearer token. seconds: the time limit.
+        """
+
+    def require_reward_server(self, url: str, token: str | None, seconds: float) -> None:
+        """Like `require_server`, for a server that gives rewards."""
+
     def open_engine(self, urls: list[str], sampling: Any, *, is_tied: bool, **options: Any) -> Any:
         """Connect to servers that generate completions; return a `RemoteEngine`. options: see `ServedEngine`.
 
@@ -57,6 +66,14 @@ class ServerKind:
 def server_kinds() -> dict[str, Any]:
     """The registered kinds by name. Each kind is a `ServerKind`; some have more properties for other add-ons."""
     return load_all(GROUP)
+
+
+def signal_kinds(api: str) -> list[Any]:
+    """The kinds that give a teacher's signals and that its key `api` allows. The kind with the most signals is the
+    first one, because a gateway may answer the routes of several kinds.
+    """
+    kinds = [kind for kind in server_kinds().values() if getattr(kind, "signals", ())]
+    return sorted((kind for kind in kinds if api in ("auto", kind.name)), key=lambda kind: -len(kind.signals))
 
 
 def reward_kinds() -> dict[str, ServerKind]:

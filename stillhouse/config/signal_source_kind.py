@@ -52,6 +52,12 @@ class SourceKind:
         """Return the rules (`Rule`) for keys of a teacher's section that do not follow from the fields above."""
         return ()
 
+    def require_server(self, section: str, teacher: Any, url: str, seconds: float) -> None:
+        """Raise ValueError unless the teacher's server at `url` answers, or is still loading. Needs no torch.
+
+        section: the key of the teacher's section. teacher: the section. seconds: the time limit.
+        """
+
     def open(self, section: str, teacher: Any, objective: Any, batch_tokens: int) -> Any:
         """Open the `SignalStore` of a teacher. Raises ConfigError if the store cannot be used.
 

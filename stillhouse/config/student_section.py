@@ -122,7 +122,8 @@ class StudentConfig(ModelConfig):
     """The model that is trained."""
 
     model: PathText = Field(examples=["Qwen/Qwen3-0.6B"])
-    """Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer."""
+    """Hugging Face id, the path of a folder with config.json, safetensors and tokenizer, or a GGUF, which is
+    dequantized once into such a folder and needs `stillhouse[gguf]`."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """The dtype of the trained weights and of the optimizer's state; train.precision sets the dtype in which layers
     compute. bfloat16 halves the memory but loses small updates. With an adapter, it is the dtype of the frozen

@@ -28,8 +28,9 @@ class TeacherConfig(ModelConfig, _SourceKeys):
     """
 
     model: PathText | None = Field(default=None, examples=["Qwen/Qwen3-8B"])
-    """Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer. With url and hidden
-    states, the tokenizer and output head are read from this model if the server does not offer them."""
+    """Hugging Face id, the path of a folder with config.json, safetensors and tokenizer, or a GGUF, as in
+    student.model. With url and hidden states, the tokenizer and output head are read from this model if the server
+    does not offer them."""
     cache: PathText | None = None
     """A folder that `stillhouse cache` has written. The teacher's signals are read from it, and no teacher runs;
     teacher.model is then left out."""

@@ -66,7 +66,8 @@ class TrainConfig(Section):
     """Recompute the layers in backward. This needs less memory, but about a third more time."""
     timeout: float = Field(default=600.0, gt=0)
     """Seconds after which the job ends if a rank sends no heartbeat or a step starts no further micro-batch (only
-    under torchrun), or if no server of rollout.url has loaded new weights."""
+    under torchrun), or if no server of rollout.url has loaded new weights. With parallel.schedule gpipe, it
+    must be longer than all backward passes of a step, which do not count as progress."""
 
     @model_validator(mode="before")
     @classmethod

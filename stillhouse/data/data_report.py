@@ -2,24 +2,42 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.read.messages import MARK
+from stillhouse.data.read.messages import MARK, has_empty_answer
 from stillhouse.data.render.templates import Encoded, Rendered, Targets
 from stillhouse.data.render.tokenizers import tokenize
-from stillhouse.display import escaped, name_list
+from stillhouse.display import counted, escaped, name_list
 
 #: the end of a document's `file:line` if the document is one piece of a split text
 _PIECE = re.compile(r" \(piece \d+ of \d+\)$")
+_LATER_PIECE = re.compile(r" \(piece (?!1 )\d+ of \d+\)$")
 
 
 def documents_in_words(records: int, pieces: int) -> str:
     """The number of documents, and the number of their pieces if any document was split."""
-    return f"{records:,} documents" + (f" in {pieces:,} pieces" if pieces > records else "")
+    return counted(records, "document") + (f" in {counted(pieces, 'piece')}" if pieces > records else "")
+
+
+def duplicates_of(keys_D: np.ndarray, sources: Sequence[str]) -> list[tuple[str, str]]:
+    """Return pairs: the `file:line` of a record with the content of an earlier record, and that of the earliest one.
+
+    keys_D: the hashes of the documents' records. sources: the `file:line` of each document. D documents.
+    """
+    _, first_K, key_D = np.unique(keys_D, return_index=True, return_inverse=True)
+    earliest_D = first_K[key_D]
+    repeated = np.flatnonzero(earliest_D < np.arange(len(keys_D))).tolist()
+    pairs = ((sources[document], sources[earliest_D[document]]) for document in repeated)
+    return [
+        (_PIECE.sub("", source), _PIECE.sub("", earliest))
+        for source, earliest in pairs
+        if not _LATER_PIECE.search(source)
+    ]
 
 
 @dataclass
@@ -31,6 +49,8 @@ class DataReport:
     read: int = 0
     kept: int = 0
     skipped: int = 0  # records with an error; `reasons` has the first few errors
+    duplicates: int = 0  # used records with the content of an earlier record
+    empty_answers: int = 0  # records with an answer without text; they are used
     without_target: int = 0  # records without a target token, maybe because they were cut
     cut_documents: int = 0  # documents shortened to the limit
     cut_tokens: int = 0  # tokens lost by shortening
@@ -68,6 +88,8 @@ class DataReport:
             (self.target_tokens, f"{self.target_tokens:,} to predict"),
             (self.cut_documents, f"{self.cut_documents:,} cut at the limit ({self.cut_tokens:,} tokens lost)"),
             (self.without_target, f"{self.without_target:,} dropped without a token to predict"),
+            (self.duplicates, f"{self.duplicates:,} duplicates"),
+            (self.empty_answers, f"{self.empty_answers:,} with an empty answer"),
             (self.joined_turns, f"{self.joined_turns:,} turns whose first token also has text of the prompt"),
             (self.trained_share is not None, f"{self.trained_share or 0:.1%} of the tokens to train on"),
             (self.form, self.form),
@@ -90,6 +112,8 @@ _WARNINGS = {
     ),
     "changed": "the chat template writes {what} with changes inside the text",
     "key": "the chat template does not write {what}, so the student does not see it",
+    "duplicate": "it has the same content as {what}, so this content counts more than once",
+    "empty": "an answer has no text, so the student learns to end at once; remove the record unless you want this",
     "space": (
         "the prompt ends with a space. This tokenizer joins a space with the next word, but prompts and completions "
         "are tokenized separately. So the completion begins with other tokens than in a whole text, and models were "
@@ -114,7 +138,7 @@ class TextFindings:
         self._counts, self._first = Counter[str](), dict[str, tuple[str, str]]()
         self.trained_ends: set[int] = set()
 
-    def add(self, rendered: Rendered, where: str) -> None:
+    def add(self, rendered: Rendered, fields: Mapping[str, Any], where: str) -> None:
         """Find the warnings that a record needs, and count them. where: `file:line` of the record."""
         findings = dict(rendered.lost)
         body, prompt = rendered.body, rendered.prompt
@@ -126,9 +150,23 @@ class TextFindings:
             has_space = prompt.endswith(" ") or any(body[begin - 1] == " " for begin, _ in rendered.spans if begin)
         if has_space:
             findings["space"] = ""
+        if self._targets != "none" and has_empty_answer(fields):
+            findings["empty"] = ""
         for kind, what in findings.items():
-            self._counts[kind] += 1
-            self._first.setdefault(kind, (where, what))
+            self._count(kind, where, what)
+
+    def add_duplicates(self, keys_D: np.ndarray, sources: Sequence[str]) -> None:
+        """Find records with the content of an earlier record, and count them. See `duplicates_of`."""
+        for where, earliest in duplicates_of(keys_D, sources):
+            self._count("duplicate", where, earliest)
+
+    def count(self, kind: str) -> int:
+        """The number of records with a warning of this kind."""
+        return self._counts[kind]
+
+    def _count(self, kind: str, where: str, what: str) -> None:
+        self._counts[kind] += 1
+        self._first.setdefault(kind, (where, what))
 
     def add_ends(self, encoded: Encoded, kept: int, end: str) -> None:
         """Collect targets that teach to stop. kept: the number of tokens before the cut. end: see `Rendered`."""

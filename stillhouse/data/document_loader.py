@@ -10,13 +10,14 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.data_report import DataReport, TextFindings
@@ -40,7 +41,7 @@ from stillhouse.data.render.teacher_substitutions import PrefixTemplate, Teacher
 from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
 from stillhouse.data.substitutions import Substitution, piece_substitutions
 from stillhouse.data.token_cache import DocumentWriter, cached_documents, entry_key
-from stillhouse.display import first_line
+from stillhouse.display import escaped, first_line
 
 _BATCH = 512  # records per call of the tokenizer
 _REASONS = 5  # the maximum number of errors that a report keeps
@@ -114,7 +115,7 @@ def load_documents(
     def load(folder: Path | None) -> Documents:
         with closing(DocumentWriter(folder)) as writer:
             loader = _Loader(name, tokenizer, options, writer, processor, teachers or {})
-            for record in read_records(source):
+            for record in _with_live_line(read_records(source), f"tokenizing {name}"):
                 loader.add(record)
             return loader.finish()
 
@@ -127,6 +128,13 @@ def load_documents(
         decisive["teachers"] = {name: teacher.identity() for name, teacher in (teachers or {}).items()}
     key = functools.partial(entry_key, files, tokenizer, decisive)
     return cached_documents(cache, lambda: local_files(source) or [], key, load)
+
+
+def _with_live_line(records: Iterator[Record], words: str) -> Iterable[Record]:
+    """Show the number of records after a second, on a terminal of rank 0."""
+    is_hidden = True if os.environ.get("RANK", "0") != "0" else None  # None: on a terminal only
+    lines: Iterable[Record] = tqdm(records, escaped(words), unit=" records", leave=False, delay=1, disable=is_hidden)
+    return lines
 
 
 class _Waiting(NamedTuple):
@@ -204,8 +212,10 @@ class _Loader:
                 )
             raise ValueError("\n  ".join([text, *report.reasons]))
         tokens_N, targets_N = self.writer.arrays()
+        self.findings.add_duplicates(np.asarray(self.writer.keys, dtype=np.uint64), self.writer.sources)
         report = report.counted(self.writer.sources, len(tokens_N), targets_N.sum())
         report.trained_ends = sorted(self.findings.trained_ends)
+        report.duplicates, report.empty_answers = (self.findings.count(kind) for kind in ("duplicate", "empty"))
         report.warnings.extend(self.findings.warnings(report.source))
         report.warnings.extend(f"{report.source}: {line}" for line in self.template.warnings())
         return self.writer.documents(report, self.options.columns, self.prefix_templates, self.teachers)
@@ -234,7 +244,7 @@ class _Loader:
     def _rendered(self, record: Record, template: Template) -> _Waiting:
         fields, options = self._converted(record), self.options
         rendered = template.render(fields)
-        self.findings.add(rendered, record.where)
+        self.findings.add(rendered, fields, record.where)
         # The key is the first 64 bits of the sha256 of the used columns, with the hashes of files in place of paths.
         used = [*template.columns, *(column for column in template.extras if fields.get(column))]
         content = json.dumps(

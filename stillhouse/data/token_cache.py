@@ -247,7 +247,8 @@ class DocumentWriter:
         self._media = MediaWriter(None if folder is None else folder / IMAGES)
         # each of these lists has one item per document
         self.sources: list[str] = []
-        self._lengths, self._keys = list[int](), list[int]()
+        self.keys: list[int] = []
+        self._lengths = list[int]()
         self._values, self._records = list[list[Any]](), list[dict[str, Any]]()
         self._substitutions: list[Mapping[str, list[Substitution]]] = []
 
@@ -268,7 +269,7 @@ class DocumentWriter:
         self._media.add(document.media)
         self.sources.append(source)
         self._lengths.append(len(document.ids))
-        self._keys.append(key)
+        self.keys.append(key)
         self._values.append(values)
         self._substitutions.append(substitutions)
         if record is not None:
@@ -297,7 +298,7 @@ class DocumentWriter:
         return Documents(
             *self.arrays(),
             offsets_of(self._lengths),
-            np.asarray(self._keys, dtype=np.uint64),
+            np.asarray(self.keys, dtype=np.uint64),
             self.sources,
             report,
             dict(zip(columns, values, strict=True)),

@@ -31,6 +31,7 @@ from stillhouse.objective import (
     linear_objective,
     logits_objective,
 )
+from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.head import Projection, common_vocabulary, operand_dtype
 from stillhouse.objective.metrics import unique_names
 from stillhouse.objective.sampled_tokens import DATASET
@@ -64,6 +65,7 @@ def held_out_metrics(
     micro_batch_tokens: int,
     *,
     with_teacher: bool = False,
+    divergence: Divergence | None = None,
 ) -> dict[str, float]:
     """Return means over all target tokens of the held-out documents (see `Engine.evaluate`).
 
@@ -73,13 +75,17 @@ def held_out_metrics(
     spec: the run's objective, which names the teachers.
     with_teacher: also report the cross-entropy of the teacher, to compare it with the student's. This needs a single
         teacher with exact signals, because sparse signals may lack the label.
+    divergence: the divergence from the teacher, None for the forward KL. A sum of divergences gives the metric of
+        each of them that has a name in `evaluation_metrics`.
     """
     watchdog.enter("an evaluation")
     names = list(sequences.documents.reports)
     sets = [np.flatnonzero(sequences.set_S == number) for number in range(len(names))]
     with_teacher = with_teacher and models.has_exact_teacher
     sums = [
-        models.engine.evaluate(_parts(models, sequences, numbers, micro_batch_tokens), with_teacher=with_teacher)
+        models.engine.evaluate(
+            _parts(models, sequences, numbers, micro_batch_tokens), with_teacher=with_teacher, divergence=divergence
+        )
         for numbers in sets or [np.arange(len(sequences))]
     ]
     metrics = evaluation_metrics(add_up(sums), spec, models.signal_temperatures)

@@ -5,7 +5,7 @@
 
 from stillhouse.checkpoint.checkpoint_folder import IntactCheckpoint
 from stillhouse.loops.session import Session
-from stillhouse.loops.training import training
+from stillhouse.loops.training import FIRST_STEP, training
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import Progress
 from stillhouse.signals import RequestedSteps
@@ -25,8 +25,11 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             run.begin(step)
             micro_batches, signals = next(requests)
             normalizer = micro_batches.all_ranks.normalizer
-            output = models.engine.forward_backward(micro_batches, signals.result(), normalizer)
+            with run.named_at_first(step, FIRST_STEP):
+                output = models.engine.forward_backward(micro_batches, signals.result(), normalizer)
             requests.build_next()  # before `update`, which waits for the device
             run.update(step, micro_batches, output)
             run.end(step, micro_batches, output)
+            if run.has_ended_early:
+                break
     return run.progress

@@ -10,7 +10,7 @@ from stillhouse.checkpoint.checkpoint_folder import IntactCheckpoint
 from stillhouse.loops.rollout_records import RolloutMetrics, SampledStep, shown_samples
 from stillhouse.loops.rollouts import open_rollout, require_same_weights
 from stillhouse.loops.session import Session
-from stillhouse.loops.training import training
+from stillhouse.loops.training import FIRST_STEP, training
 from stillhouse.models.forward_modes import noise_of
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import Progress
@@ -46,12 +46,15 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
         for step in run.steps:
             run.begin(step)
             timeline.begin_step(step + 1)
-            samples = rollout.take(step, timeline)
+            with run.named_at_first(step, "the first completions and their rewards"):
+                samples = rollout.take(step, timeline)
             micro_batches, pending = next(requests)
             with timeline.trainer("wait for the teacher", step + 1, "teacher", "score"):
                 signals = pending.result()
             with timeline.trainer("train"):
-                output = models.engine.forward_backward(micro_batches, signals, micro_batches.all_ranks.normalizer)
+                with run.named_at_first(step, FIRST_STEP):
+                    normalizer = micro_batches.all_ranks.normalizer
+                    output = models.engine.forward_backward(micro_batches, signals, normalizer)
                 run.update(step, micro_batches, output)
                 rollout.trained(step)
             sampled = SampledStep(step, samples, micro_batches, output)
@@ -60,5 +63,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             timeline.write(shown)
             times = {} if rollout.functions is None else rollout.functions.take_times()
             run.end(step, micro_batches, output, metrics.of(sampled, seconds, waited, times), seconds)
+            if run.has_ended_early:
+                break
         rollout.finish()
     return run.progress

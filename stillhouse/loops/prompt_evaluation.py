@@ -75,6 +75,11 @@ class PromptEvaluation:
         self._documents_at_once = max(1, budget // packed.max_tokens)
 
     @property
+    def count(self) -> int:
+        """The number of prompts that the student completes."""
+        return len(self._prompts)
+
+    @property
     def hashes(self) -> dict[str, str]:
         """A hash of the prompts, under a key that contains a hash of the settings that choose the prompts."""
         settings = self._settings

@@ -138,7 +138,7 @@ def make_generator(
         device,
         autocast,
         max(_BATCHES * micro_batch_tokens, data.train.max_tokens),
-        vocabulary=_known_ids(data.tokenizer),
+        vocabulary=known_ids(data.tokenizer),
         counted_rows=counted_rows,
         tokenizer=data.tokenizer,
         processor=data.media_processor,
@@ -171,7 +171,7 @@ def open_servers(session: Session, run: str = "") -> RemoteEngine | None:
                 sampling,
                 # false with an adapter, because a server then gets only the adapter, and no tied weights
                 is_tied=student.tied and rollout.writer == "student" and student.lora is None,
-                vocabulary=min(rows, _known_ids(data.tokenizer)),
+                vocabulary=min(rows, known_ids(data.tokenizer)),
                 timeout=rollout.timeout,
                 update_timeout=session.schedule.train_config.timeout,
                 warn=warn,
@@ -221,7 +221,7 @@ def counted_rows(models: Models, spec: ObjectiveSpec) -> int:
     return min(rows)
 
 
-def _known_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+def known_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     """The tokenizer's largest id + 1. Larger ids have no text, and are never sampled."""
     return max(tokenizer.get_vocab().values()) + 1
 

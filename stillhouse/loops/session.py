@@ -179,7 +179,7 @@ class Loss:
     """The objective of a run.
 
     spec: the parsed objective.
-    in_words: a sentence that describes the objective; a run prints this sentence first.
+    in_words: a sentence that describes the objective.
     """
 
     spec: ObjectiveSpec
@@ -241,6 +241,7 @@ class Session:
     rollout: the prompts of an on-policy run, or None in a run on a fixed dataset.
     identity: the hashes that must be the same when the run is resumed.
     values: the configuration by dotted keys, which the trackers show.
+    later_steps: the number of steps of the runs that the same command makes after this run.
     """
 
     models: Models
@@ -251,6 +252,7 @@ class Session:
     identity: RunIdentity
     values: Mapping[str, Any]
     warnings: Sequence[str] = ()
+    later_steps: int = 0
 
     def close(self) -> None:
         """Cancel open requests for signals."""

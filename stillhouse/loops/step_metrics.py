@@ -25,6 +25,7 @@ _OF_SAMPLED_TOKENS = ("log_ratio", "sampled", "ratio", "clipped")
 _EVALUATED = (
     "cross_entropy",
     "forward_kl",
+    "reverse_kl",
     "agreement",
     "student_entropy",
     "teacher_entropy",

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from stillhouse.checkpoint.checkpoint_folder import ROLLOUTS, IntactCheckpoint, 
 from stillhouse.checkpoint.resume import RunIdentity
 from stillhouse.checkpoint.save import load_checkpoint, read_queue, require_room, save_checkpoint
 from stillhouse.config import ConfigError
+from stillhouse.display import named_if_slow
 from stillhouse.engine.engine import StepOutput
 from stillhouse.engine.schedule import learning_rate
+from stillhouse.loops.early_stopping import has_ended_early, is_best, load_best
 from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluation
 from stillhouse.loops.held_out import held_out_metrics
 from stillhouse.loops.not_finite import not_finite_error
@@ -23,6 +25,7 @@ from stillhouse.models import NotFiniteError
 from stillhouse.objective.metrics import CHUNK_TOKENS
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import NoLog, RunLog, open_log
+from stillhouse.output.metrics import WITHOUT_BEST
 from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_name
 from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, is_first, watchdog
 from stillhouse.preemption import OverdueError, Preempted, finishing, requested
@@ -35,6 +38,8 @@ from stillhouse.user_code.functions import UserFunctionError
 #: the suffix of the keys of the teacher's own cross-entropy, on all held-out data and on each set
 _TEACHER = "/teacher_cross_entropy"
 
+#: the phase of a first step in which functions are compiled
+FIRST_STEP = "the first forward and backward passes, for which the loss is compiled"
 #: a warning after a first step that changed no weight
 _NO_GRADIENT = (
     "warning: the gradient of step 1 is 0: a divergence is 0 between a model and itself (also if one has an adapter "
@@ -68,8 +73,7 @@ class Training:
     ):
         self.session, self.folder, self.progress, self.log = session, folder, progress, log
         self.queue, self.functions, self.greedy = queue, functions, greedy
-        self.last_step = session.schedule.steps
-        self.steps = range(progress.step, self.last_step)
+        self.last_step, self._first_step = session.schedule.steps, progress.step
         self._teacher_metrics: dict[str, float] | None = None
         self._started = time.monotonic()
         self._norm = self._rate = 0.0
@@ -79,6 +83,21 @@ class Training:
         self._have_states = session.models.ranks.from_first(functions is not None and bool(functions.with_state))
         if self._have_states:
             self._record()
+
+    @property
+    def has_ended_early(self) -> bool:
+        """Whether eval.patience ends the training after this step."""
+        return has_ended_early(self.session.schedule, self.progress)
+
+    @property
+    def steps(self) -> range:
+        """The remaining steps."""
+        done = self.progress.step
+        return range(done, done if self.has_ended_early else self.last_step)
+
+    def named_at_first(self, step: int, phase: str) -> AbstractContextManager[None]:
+        """In the first step of this process, print the name of a phase if it takes long."""
+        return named_if_slow(phase, self.log.print_line) if step == self._first_step else nullcontext()
 
     def begin(self, step: int) -> None:
         watchdog.enter(f"step {step + 1}")
@@ -136,11 +155,10 @@ class Training:
         progress.metrics = {}  # a checkpoint must not contain the evaluation of an earlier step
         if self._have_states:
             self._record()
-        if session.schedule.evaluates_after(progress.step):
-            self.evaluate()
-        ranks, last = session.models.ranks, progress.step == self.last_step
+        has_new_best = session.schedule.evaluates_after(progress.step) and self.evaluate()
+        ranks, last = session.models.ranks, not self.steps
         stopped_by = 0 if last else ranks.largest(requested())
-        if stopped_by or last or session.schedule.saves_after(progress.step):
+        if stopped_by or last or has_new_best or session.schedule.saves_after(progress.step):
             saved = self.save()
             if not stopped_by and not last:
                 stopped_by = ranks.largest(requested())  # a signal can have come while the checkpoint was written
@@ -148,11 +166,14 @@ class Training:
             destroy_process_group()
             raise Preempted(stopped_by, progress.step, saved)
 
-    def evaluate(self) -> None:
+    def evaluate(self) -> bool:
+        """Evaluate the student, and log the metrics. Return whether a checkpoint must be saved, because eval.patience
+        is set and the metric of checkpoint.best has a new best value.
+        """
         session, metrics = self.session, dict[str, float]()
         held_out = session.data.evaluation
         if held_out is None and self.greedy is None:
-            return
+            return False
         if held_out is not None:
             budget, with_teacher = session.schedule.held_out_tokens, self._teacher_metrics is None
             metrics = held_out_metrics(session.models, held_out, session.loss.spec, budget, with_teacher=with_teacher)
@@ -162,7 +183,10 @@ class Training:
         if self.greedy is not None:
             metrics |= self.greedy.evaluate(self.progress.step, metrics)
         self.progress.metrics = metrics  # at the end, so that a resumed run repeats an interrupted evaluation
-        self.log.evaluation(self.progress.step, self.progress.tokens, metrics)
+        has_new_best = is_best(session.schedule, session.models.ranks, self.folder, self.progress)
+        logged = {} if session.schedule.eval_config.patience is None else {WITHOUT_BEST: self.progress.without_best}
+        self.log.evaluation(self.progress.step, self.progress.tokens, metrics | logged)
+        return has_new_best
 
     def save(self, *, after_error: bool = False) -> Path:
         """Write a checkpoint, and then remove older checkpoints that need not be kept. Returns the path of the new
@@ -214,8 +238,9 @@ def training(
 ) -> Iterator[Training]:
     """Yield a run that is ready for its remaining steps. If there is a checkpoint, it has been loaded.
 
-    At the end, the student has the final weights. If teachers' signals or completions are not available, or if a
-    function of the user fails, the finished steps are saved, and SignalsLostError or UserFunctionError is raised.
+    At the end, the student has the final weights, and the run's progress is that of these weights. If teachers'
+    signals or completions are not available, or if a function of the user fails, the finished steps are saved, and
+    SignalsLostError or UserFunctionError is raised.
     """
     models, schedule, rollout, functions = session.models, session.schedule, session.rollout, None
     with models.ranks.all_raise(ConfigError):
@@ -235,7 +260,9 @@ def training(
     if progress.step < schedule.steps:
         require_room(folder.checkpoints, models.engine)  # before any step, because the result of a step must be saved
     with ExitStack() as stack:
-        log = stack.enter_context(open_log(folder, progress, schedule.steps, session.values, models.ranks))
+        log = stack.enter_context(
+            open_log(folder, progress, schedule.steps, session.values, models.ranks, session.later_steps)
+        )
         # whether the first evaluation, or one that was interrupted, must be made now
         is_due = schedule.evaluates_after(progress.step) and not progress.metrics
         greedy = stack.enter_context(greedy_evaluation(session, folder, progress.step - is_due))
@@ -250,10 +277,14 @@ def training(
             progress.data = progress.data | hashes
         run = Training(session, folder, progress, log, queue, functions, greedy)
         if is_due:
-            run.evaluate()
+            with named_if_slow("the first evaluation", run.log.print_line):
+                is_best_step = run.evaluate()
+            if is_best_step:
+                run.save()
         stack.enter_context(finishing("this step and a checkpoint of it"))
         stack.enter_context(_saving_finished_steps(run))
         yield run
+        run.progress = load_best(session.schedule, session.models, folder, run.progress, log)
     watchdog.enter("the final model", timed=False)
 
 
@@ -292,7 +323,7 @@ def _progress(
             )
         if not folder.owns(checkpoint.path):  # the checkpoint is of another run, whose log is not continued
             no_history: dict[str, Any] = {"log_bytes": 0, "data": {}, "functions": {}, "sources": {}}
-            progress = replace(progress, started_from=str(checkpoint.path.resolve()), **no_history)
+            progress = replace(progress, started_from=str(checkpoint.path.resolve()), without_best=0, **no_history)
     prompts = {name: digest for name, digest in progress.data.items() if name.startswith(PROMPTS)}
     data = identity.data | prompts
     return replace(progress, data=data, models=identity.models, configuration=identity.configuration)

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from transformers import PreTrainedModel
 
-from stillhouse.display import name_list
+from stillhouse.display import name_list, named_if_slow
 from stillhouse.libraries import reading
 from stillhouse.models.document_packing import PackingError, packing_errors
 from stillhouse.models.dtensors import local
@@ -193,11 +193,12 @@ def prove_decoder(decoder: Any) -> None:
             return False
         return True
 
-    while not all(map(is_exact, (False, True))):
-        pass  # try the next way of packing
-    with evaluating(decoder, model), autocast(model.device, autocast_dtype(model)):
-        document_ids_S = subject.probe.ids_BS[0, : subject.probe.starts_B[0]]
-        prove_logits(decoder, {"input_ids": document_ids_S[None].to(model.device)})
+    with named_if_slow(f"proving the packing and the logits of {typename(model)}"):
+        while not all(map(is_exact, (False, True))):
+            pass  # try the next way of packing
+        with evaluating(decoder, model), autocast(model.device, autocast_dtype(model)):
+            document_ids_S = subject.probe.ids_BS[0, : subject.probe.starts_B[0]]
+            prove_logits(decoder, {"input_ids": document_ids_S[None].to(model.device)})
 
 
 @torch.no_grad()

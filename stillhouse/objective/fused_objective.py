@@ -46,8 +46,11 @@ class ObjectiveOutput:
     `loss`: scalar, Σ_tokens weight · Σ_terms scale · value, divided by the normalizer; differentiable.
     `metrics`: detached sums over tokens of each term's value and statistics. A token's weight in a sum is the
         objective's weight times the term's own weight. The sums are not multiplied by the term's scale and not
-        divided by the normalizer. The keys depend only on the terms, not on the rows; docs/objective.md lists them.
-        Only `chunk_tokens` is not a sum: it is the largest number of rows of a tile.
+        divided by the normalizer. The keys depend only on the terms, not on the rows: `tokens`, and each term by its
+        name. A divergence adds `student_entropy`, `teacher_entropy` and `agreement`; a sum of divergences, each
+        summand; top ids, `teacher_mass`; smoothing or z-loss, `negative_log_likelihood` and `z_loss`; a policy
+        gradient, `ratio`, `clipped` and `reference_kl`; rollouts, `log_ratio` and `sampled`. Only `chunk_tokens` is
+        not a sum: it is the largest number of rows of a tile.
     `per_token`: detached [T], each term's unweighted value under the term's name; 0 where the token's weight is 0.
     """
 

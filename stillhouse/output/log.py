@@ -17,7 +17,7 @@ from stillhouse.display import escaped
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import append, without_infinity
-from stillhouse.output.metrics import LENGTH, metric_table
+from stillhouse.output.metrics import LENGTH, WITHOUT_BEST, metric_table
 from stillhouse.output.progress import Progress
 from stillhouse.output.tracking import open_trackers
 from stillhouse.parallel import Ranks, watchdog
@@ -28,9 +28,11 @@ _PLAIN_EVERY = 10.0
 
 
 def open_log(
-    folder: RunFolder, progress: Progress, steps: int, values: Mapping[str, Any], ranks: Ranks
+    folder: RunFolder, progress: Progress, steps: int, values: Mapping[str, Any], ranks: Ranks, later_steps: int = 0
 ) -> "RunLog | NoLog":
     """Return the log of a run on rank 0, and on all other ranks a `NoLog`, which writes nothing.
+
+    later_steps: the number of steps of the runs that follow this run; the time left includes them.
 
     All processes must call this. Raises ValueError on all processes if the log or a tracker cannot be opened.
     """
@@ -39,7 +41,7 @@ def open_log(
     with ranks.all_raise(ValueError):
         if ranks.is_first:
             try:
-                log = RunLog(folder, progress, steps, values["track"], values)
+                log = RunLog(folder, progress, steps, values["track"], values, later_steps)
             except OSError as error:
                 raise ValueError(str(error)) from error
     return log
@@ -78,6 +80,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         steps: int,
         track: Sequence[str],
         values: Mapping[str, Any] | None = None,
+        later_steps: int = 0,
     ):
         self._path = folder.metrics
         # open the trackers first, because the lines of the log that are removed below show which steps they have
@@ -89,12 +92,12 @@ class RunLog(AbstractContextManager["RunLog"]):
             file.truncate(progress.log_bytes)
         self._file, self._digest = file, hashlib.sha256(beginning)
         self._seconds_before, self._started = progress.seconds, time.monotonic()
-        self._first, self._steps = progress.step, steps
+        self._first, self._steps, self._later_steps = progress.step, steps, later_steps
         self._bar = tqdm(
             total=steps,
             initial=progress.step,
             # no progress bar, so that a narrow terminal has room for the metrics
-            bar_format="step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
+            bar_format="step {n_fmt}/{total_fmt} [{elapsed}]{postfix}",
             dynamic_ncols=True,
             disable=None,
             file=sys.stderr,
@@ -120,7 +123,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         parts = [f"{name.removesuffix('_nats_per_token')} {value:.4f}" for name, value in losses.items()]
         shown = (metric for metric in metric_table() if metric.figure and metric.key in metrics)
         parts += [metric.figure.format(metrics[metric.key]) for metric in shown]
-        line = ", ".join([f"{metrics['speed/tokens_per_second']:,.0f} tokens/s", *parts])
+        line = ", ".join([f"{metrics['speed/tokens_per_second']:,.0f} tokens/s", *parts, self._time_left(step)])
         with surviving_lost_reader():
             self._bar.update(step - self._bar.n)
             self._bar.set_postfix_str(line, refresh=False)
@@ -130,17 +133,26 @@ class RunLog(AbstractContextManager["RunLog"]):
             return
         left_out = f" (not shown: {self._left_out} steps before this step)" if self._left_out else ""
         self._printed, self._left_out = now, 0
-        done, remaining = step - self._first - 1, "?"  # the first step does not count, because it compiles functions
-        if done or step == self._steps:
-            remaining = tqdm.format_interval((now - self._compiled) / max(1, done) * (self._steps - step))
-        self.print_line(f"step {step}/{self._steps}: {line}, {remaining} left{left_out}")
+        self.print_line(f"step {step}/{self._steps}: {line}{left_out}")
+
+    def _time_left(self, step: int) -> str:
+        """The time that the remaining steps will take, in words."""
+        remaining, words = (
+            self._steps - step + self._later_steps,
+            "left for all runs" if self._later_steps else "left",
+        )
+        done = step - self._first - 1  # the first step does not count, because it compiles functions
+        if done <= 0 and remaining:
+            return f"? {words}"
+        seconds = (time.monotonic() - self._compiled) / max(1, done) * remaining
+        return f"{tqdm.format_interval(seconds)} {words}"
 
     def evaluation(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
         self._write(step, tokens, metrics)
         figures = ", ".join(
             f"{key.removeprefix('eval/').replace('_', ' ')} {value:.4f}"
             for key, value in metrics.items()
-            if key != "eval/tokens" and LENGTH not in key
+            if key not in ("eval/tokens", WITHOUT_BEST) and LENGTH not in key
         )
         self.print_line(f"step {step}: held-out {figures}")
 

@@ -7,17 +7,22 @@ reward, a held-out set or a source of prompts. A metric that is not in the table
 import math
 import re
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Literal
 
+#: the reward of the completions of a training step
+REWARD = "rollout/reward"
 #: the prefix of the keys for the parts of a reward; the name of a part follows
 REWARD_PART = "rollout/reward/"
 #: the prefix of the keys for a task's share of right answers; the name of a task follows
 TASK = "eval/exact_match/"
 #: separates a task's name from a length in the key of the metric for problems of this length
 LENGTH = "/length_"
+#: the number of evaluations since the last new best value, which eval.patience limits
+WITHOUT_BEST = "train/evaluations_without_best"
 #: the scaled sum of the terms of the loss
 TOTAL = "loss/total_nats_per_token"
 
@@ -48,10 +53,37 @@ class Metric:
     figure: str = ""
     warn_above: float = math.inf
 
+    def text(self, value: float) -> str:
+        """A value as text, without its unit."""
+        return f"{100 * value:.1f} %" if self.percent else f"{value:.3f}"
+
     def named(self, *names: str) -> "Metric":
         """Return the metric with these names in its key, title and group."""
         key, title, group = (text.format(*names) for text in (self.key, self.title, self.group))
         return replace(self, key=key, title=title.replace(LENGTH, ", length "), group=group)
+
+
+def headline(keys: Collection[str]) -> list[str]:
+    """Select the metrics that summarise a run: results on held-out prompts, tasks and documents, in this order."""
+    tasks = [key for key in keys if key.startswith(TASK) and LENGTH not in key]
+    order = ["eval/prompts/reward", *tasks, "eval/prompts/reverse_kl", "eval/cross_entropy", "eval/forward_kl"]
+    return [key for key in [*order, "eval/agreement", REWARD] if key in keys]
+
+
+def is_greater_better(metric: str, greater: bool | None = None) -> bool:
+    """Return whether a higher value of a metric is better.
+
+    greater: checkpoint.greater_is_better. None means true for agreement, exact match and the reward of prompts, and
+        false for other metrics.
+    """
+    if greater is not None:
+        return greater
+    return metric.startswith("eval/exact_match") or metric.endswith(("/agreement", "prompts/reward"))
+
+
+def ended_early(metric: str, patience: int) -> str:
+    """The reason why eval.patience has ended a training."""
+    return f"no new best {metric} in the last {patience} evaluations (eval.patience)"
 
 
 @cache

@@ -1,7 +1,8 @@
 """The model card of an exported student: its teacher, its data and its results.
 
 The results and fingerprints come from the checkpoint, whose files match their hashes, and from the log, whose hash is
-in the checkpoint. The counts of documents come from data.json. Paths are shortened to their last part.
+in the checkpoint. The counts of documents come from data.json. Paths are shortened to their last part, except a
+relative path of the run in the command of the export.
 """
 
 import os
@@ -16,6 +17,7 @@ from transformers.utils import cached_file
 import stillhouse
 from stillhouse.config import RunConfig, StudentConfig, TeacherConfig
 from stillhouse.data.data_report import documents_in_words
+from stillhouse.display import model_folder_name
 from stillhouse.libraries import reading
 from stillhouse.output.json_lines import parse_metrics, read_object
 from stillhouse.output.metrics import known_metric
@@ -174,5 +176,5 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _short_name(name: str) -> str:
-    """A hub id, or the last part of a path, because the other parts may be private."""
-    return name if _is_hub_id(name) else Path(name).name
+    """A hub id, or the name of the model's folder, because the other parts of the path may be private."""
+    return name if _is_hub_id(name) else model_folder_name(name)

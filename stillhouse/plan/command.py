@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from stillhouse.cli.arguments import configured, load_arguments, misused
-from stillhouse.display import escaped, print_escaped
+from stillhouse.display import counted, escaped, print_escaped
 from stillhouse.plan.devices import DEVICES, GIB, RESERVED
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ def lines(plan: "Plan") -> Iterator[str]:
     ranks, device, prediction = plan.ranks, plan.machine.device, plan.prediction
     first = next(iter(ranks.values()))
     machines = -(-plan.machine.ranks // plan.machine.gpus_per_node)
-    yield _row("layout", f"{first.layout}: {plan.machine.ranks} × {device.title} in {_count(machines, 'machine')}")
-    yield _row("step", f"{first.tokens:,} tokens, {_count(first.micro_batches, 'micro-batch')} on a data rank")
+    yield _row("layout", f"{first.layout}: {plan.machine.ranks} × {device.title} in {counted(machines, 'machine')}")
+    yield _row("step", f"{first.tokens:,} tokens, {counted(first.micro_batches, 'micro-batch')} on a data rank")
     bubble = f", pipeline bubble {prediction.bubble:.0%}" if first.layout.degrees["pipeline"] > 1 else ""
     bound = prediction.times[prediction.slowest].bound
     yield _row("predicted", f"{two_digits(prediction.seconds)} s per step, bound by {bound}{bubble}")
@@ -182,11 +182,6 @@ def _row(name: str, value: str) -> str:
 
 def _cells(name: str, values: list[str]) -> str:
     return (f"{name:<32}" + "".join(f"{value:>{_WIDTH}}" for value in values)).rstrip()
-
-
-def _count(number: int, noun: str) -> str:
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def _gib(size: float) -> str:

@@ -13,7 +13,14 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import Any, Self
 
-from stillhouse.config import ConfigError, RolloutConfig, RunConfig, StudentConfig, TeacherConfig
+from stillhouse.config import (
+    ConfigError,
+    RolloutConfig,
+    RunConfig,
+    StudentConfig,
+    TeacherConfig,
+    as_config_error,
+)
 from stillhouse.libraries import reading
 from stillhouse.plan.devices import DEVICES, Device
 from stillhouse.plan.prediction import FIRST, Prediction, RankCounts, planned_ranks, predict
@@ -246,6 +253,10 @@ def successful(answer: dict[str, Any]) -> dict[str, Any]:
 
 def _folder(section: str, name: str, revision: str | None) -> str:
     """Return a folder with the configuration of a model. Its weights are not downloaded from the hub."""
+    from stillhouse.gguf.plain_folder import plain_folder
+
+    with as_config_error(f"{section}.model"):
+        name = plain_folder(name)
     if os.path.isdir(name):
         return name
     from huggingface_hub import snapshot_download

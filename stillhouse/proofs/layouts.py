@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from stillhouse.data import MicroBatch
 from stillhouse.data.micro_batch import NO_LABEL
-from stillhouse.display import name_list
+from stillhouse.display import name_list, named_if_slow
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.document_packing import KERNELS, KernelError, PackingError, packing_errors
 from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode
@@ -64,7 +64,8 @@ def build_proven_runner(
     runner = build_runner(layout, mesh, student, teacher, teacher_head_only=teacher_head_only)
     if needs_proof(layout, mesh, student, teacher):
         has_layers = student.teacher_is_base or (teacher is not None and not teacher_head_only)
-        prove_runner(runner, student, teacher, teacher_in_stages=has_layers)
+        with named_if_slow("proving the models under their layout"):
+            prove_runner(runner, student, teacher, teacher_in_stages=has_layers)
     if student.without_noise and student.has_values:
         with in_mode(*runner.decoders, training=True), layers_not_compiled():
             hidden = ProbeForward(runner, {}).exchanged(other_noise=True)

@@ -50,6 +50,31 @@ class Chart:
     positive: bool = True
     label: str = ""
 
+    @property
+    def constants(self) -> dict[tuple[int, str], float]:
+        """The value of each series, by its run and side, if every series has several equal points; else {}."""
+        constants = dict[tuple[int, str], float]()
+        for curve in self.series:
+            points = [value for value in curve["values"] if value is not None]
+            if len(points) < 2 or min(points) < max(points):
+                return {}
+            constants[curve["run"], curve["side"]] = points[0]
+        return constants
+
+
+def constant_in_words(chart: Chart, names: Sequence[str]) -> str:
+    """The value of a constant chart, or the value of each run and side. names: the names of the runs."""
+    texts = {
+        " ".join(filter(None, (names[run] if len(names) > 1 else "", side))): (
+            f"{100 * value:.4g} %" if chart.percent else f"{value:.6g}"
+        )
+        for (run, side), value in chart.constants.items()
+    }
+    words = next(iter(texts.values()))
+    if len(set(texts.values())) > 1:
+        words = ", ".join(f"{name} {text}" for name, text in texts.items())
+    return f"{words} {chart.unit}".rstrip()
+
 
 def draw_charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts of these runs in the page's order. Charts without values are left out."""

@@ -12,9 +12,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from stillhouse.display import escaped
-from stillhouse.output.metrics import LENGTH, TASK, known_metric
-from stillhouse.report.curves import Chart, draw_charts
+from stillhouse.display import duration, escaped, model_folder_name
+from stillhouse.output.metrics import WITHOUT_BEST, ended_early, headline, known_metric
+from stillhouse.report.curves import Chart, constant_in_words, draw_charts
 from stillhouse.report.run_files import Run, read_run
 from stillhouse.report.shown_records import (
     SHADES,
@@ -37,6 +37,8 @@ _DATA_LABELS = {
     "read": "documents read",
     "kept": "documents kept",
     "skipped": "skipped: malformed",
+    "duplicates": "duplicates of earlier documents",
+    "empty_answers": "with an empty answer",
     "without_target": "dropped: no token to predict",
     "cut_documents": "cut to the length limit",
     "cut_tokens": "tokens cut off",
@@ -46,6 +48,7 @@ _DATA_LABELS = {
     "records": "documents used",
     "target_tokens": "tokens to predict",
     "trained_share": "share of the tokens to train on",
+    "trained_ends": "token ids that end a trained text",
     "joined_turns": "turns that begin within a token of their prompt",
 }
 
@@ -93,11 +96,12 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def render(runs: Sequence[Run], *, watching: bool = False) -> str:
     """Return the page of the first run, compared with the other runs. watching: whether the page updates itself."""
     run, rollouts, held_out = runs[0], runs[0].rollouts, runs[0].held_out
-    charts = draw_charts(runs)
+    names = run_names([run.path for run in runs])
+    drawn = draw_charts(runs)
+    charts = [chart for chart in drawn if not chart.constants]
     groups: dict[str, list[tuple[int, Chart]]] = {}
     for index, chart in enumerate(charts):
         groups.setdefault(chart.group, []).append((index, chart))
-    names = run_names([run.path for run in runs])
     documents = held_out.documents if held_out else []
     # the terms of the objective whose gradients the run has recorded
     terms = list(dict.fromkeys(name for shown in documents for token in shown.tokens for name in token.terms))
@@ -132,9 +136,10 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
         of_first=f" of {names[0]}" if len(runs) > 1 else "",
         differences=config_differences(runs),
         watching=watching,
-        title=title(run),
-        # the objective in words if the run has recorded it, otherwise the expression of its loss
-        objective=str((run.environment or {}).get("objective") or run.section("objective").get("loss", "")),
+        models=models_in_words(run),
+        ended_early=early_end(run),
+        constants=[(chart, constant_in_words(chart, names)) for chart in drawn if chart.constants],
+        objective=objective_in_words(run),
         figures=figures(runs),
         groups=groups,
         documents=documents,
@@ -162,7 +167,7 @@ def _template() -> Template:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    filters = {"duration": _duration, "mean_kl": mean_kl, "pieces": pieces, "shade_class": shade_class}
+    filters = {"duration": duration, "mean_kl": mean_kl, "pieces": pieces, "shade_class": shade_class}
     environment.filters |= filters | {"shown_tokens": shown_tokens, "step_summary": step_summary}
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.get_template("report.html.jinja")
@@ -177,19 +182,35 @@ def run_names(paths: Sequence[Path]) -> list[str]:
     return ["/".join(parts[-depth:]) for parts in resolved]
 
 
-def title(run: Run) -> str:
-    """Return `student ← teacher`, each as a hub id or the last part of a path; several teachers by section name."""
+def models_in_words(run: Run) -> str:
+    """Return `student ← teacher`, each as a hub id or by the model's folder; several teachers by section name."""
     names = []
     for section in (run.section("student"), run.section("teacher")):
         name = str(section.get("model") or "")
         is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
-        names.append(Path(name).name if is_path else name)
+        names.append(model_folder_name(name) if is_path else name)
     student, teacher = names
-    if not student:
-        return run.path.resolve().name
     if isinstance(several := run.config.get("teachers"), dict):
         teacher = ", ".join(sorted(name for name, section in several.items() if isinstance(section, dict)))
     return f"{student} ← {teacher}" if teacher else student
+
+
+def objective_in_words(run: Run) -> str:
+    """Return the objective in words if the run has recorded it, otherwise the expression of its loss. The paths of a
+    student and a single teacher are left out.
+    """
+    words = str((run.environment or {}).get("objective") or run.section("objective").get("loss", ""))
+    student = run.section("student").get("model")
+    return words if run.config.get("teachers") or not student else words.partition(f": {student}")[0]
+
+
+def early_end(run: Run) -> str:
+    """Return why and when eval.patience has ended the training; "" if it has not."""
+    patience, best = run.section("eval").get("patience"), run.section("checkpoint").get("best")
+    counts = [(line.values[WITHOUT_BEST], line.step) for line in run.lines if WITHOUT_BEST in line.values]
+    if not isinstance(patience, int) or not counts or (counts[-1][0] or 0) < patience:
+        return ""
+    return f"Training ended after step {counts[-1][1]:,.0f}: {ended_early(str(best), patience)}."
 
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
@@ -197,24 +218,18 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
 
     def figure(key: str) -> Figure:
         metric, pairs = known_metric(key), [run.first_and_last(key) for run in runs]
-        form = "{:.1%}" if metric.percent else "{:.3f}"
-        texts = [" → ".join(map(form.format, pair)).replace("%", " %") if pair else None for pair in pairs]
+        texts = [" → ".join(map(metric.text, pair)) if pair else None for pair in pairs]
         return metric.title, metric.unit, texts
 
     last = [run.lines[-1] if run.lines else None for run in runs]
     steps = [f"{line.step:,}" if line else None for line in last]
     counts = [line.values.get("tokens") if line else None for line in last]
     tokens = [None if count is None else f"{count:,.0f}" for count in counts]
-    seconds = [_duration(line.values.get("seconds")) if line else None for line in last]
-    results = []
-    if any(run.has_held_out_data for run in runs):
-        results = [figure(key) for key in ("eval/cross_entropy", "eval/forward_kl", "eval/agreement")]
-    keys = dict.fromkeys(key for line in runs[0].lines for key in line.values)
-    results += [figure(key) for key in keys if key.startswith(TASK) and LENGTH not in key]
-    if runs[0].first_and_last("rollout/reward"):
-        results.append(figure("rollout/reward"))
+    times = [line.values.get("seconds") if line else None for line in last]
+    seconds = [None if time is None else duration(time) for time in times]
+    keys = dict.fromkeys(key for run in runs for line in run.lines for key in line.values)
     return [
-        *results,
+        *map(figure, headline(keys)),
         ("Tokens", "predicted in training", tokens),
         ("Steps", "of the optimizer", steps),
         ("Time", "", seconds),
@@ -239,7 +254,7 @@ def data_notes(data: dict[str, Any]) -> list[tuple[str, str]]:
     for name, report in data.items():
         for key, value in report.items() if isinstance(report, dict) else ():
             if isinstance(value, dict | list):
-                notes.append((f"{name}, {key.replace('_', ' ')}", value))
+                notes.append((f"{name}, {_DATA_LABELS.get(key, key.replace('_', ' '))}", value))
     return [(name, _plain(value)) for name, value in notes if value not in (None, [], {}, "")]
 
 
@@ -257,16 +272,6 @@ def _plain(value: object) -> str:
     if isinstance(value, list):
         return "\n".join(map(_plain, value))
     return escaped(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value), lines=True)
-
-
-def _duration(seconds: float | None) -> str | None:
-    if seconds is None:
-        return None
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
 
 
 ABSENT, NULL = "not set", "null"

@@ -103,7 +103,7 @@ def read_run(path: Path) -> Run:
     expected = {"config.yaml", "environment.json", "data.json"}
     data, evaluation = config.get("data"), config.get("eval")
     has_held_out_data = not isinstance(data, dict) or data.get("eval", True) not in (0, None)
-    if has_held_out_data:
+    if has_held_out_data and (not config or isinstance(config.get("teacher"), dict)):
         expected.add("tokens.json")
     if isinstance(config.get("rollout"), dict) or present & _ON_POLICY:
         expected |= _ON_POLICY

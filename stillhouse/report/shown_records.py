@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from stillhouse.display import escaped
+from stillhouse.display import counted, escaped
 from stillhouse.output.records import (
     LANES,
     WAIT,
@@ -40,7 +40,7 @@ def step_summary(samples: Sequence[SampleRecord]) -> str:
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     targets = [token for sample in samples for token in sample.tokens if token.target]
     divergences = [token.divergence for token in targets if token.divergence is not None]
-    facts = [f"{len(samples)} completions" if len(samples) > 1 else "1 completion"]
+    facts = [counted(len(samples), "completion")]
     if rewards:
         facts.append(f"mean reward {sum(rewards) / len(rewards):.3g}")
     facts.append(f"mean length {sum(sample.length for sample in samples) / len(samples):,.0f}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.streamers import BaseStreamer
 
 from stillhouse.data.media import MEDIA, MediaProcessor
 from stillhouse.libraries import reading
@@ -129,10 +130,12 @@ class Generator:
         version: int,
         errors: AbstractContextManager[object] = nullcontext(),  # noqa: B008 it has no state
         early: CompletionCallback | None = None,
+        streamer: BaseStreamer | None = None,
     ) -> list[Completion]:
         """Return the completions of one batch. The caller must have called `check`.
 
         early: see `generate`.
+        streamer: gets the ids of the prompt and then each generated id, in a batch of a single request.
         errors: a context manager around the call of the model's own `generate`.
         """
 
@@ -161,7 +164,7 @@ class Generator:
         listener = None if early is None else on_end
         end = EndOfCompletion(sampling, limits, width, self._tokenizer, self.device, listener)
         with errors:
-            self._run(ids_BS, mask_BS, max(limits), sampler, end, media)
+            self._run(ids_BS, mask_BS, max(limits), sampler, end, media, streamer)
         return self._completions(sampler, end, version, range(len(requests)))
 
     def _run(
@@ -172,6 +175,7 @@ class Generator:
         sampler: TokenSampler,
         end: EndOfCompletion,
         media: Mapping[str, Tensor],
+        streamer: BaseStreamer | None,
     ) -> None:
         """Call the model's `generate`; `sampler` and `end` record the result.
 
@@ -198,6 +202,7 @@ class Generator:
                     past_key_values=roomy_cache(model, ids_BS.shape[1] + tokens),
                     logits_processor=[sampler],
                     stopping_criteria=[end],
+                    streamer=streamer,
                     **media,
                 )
         finally:

@@ -39,9 +39,12 @@ from stillhouse.hashing import json_hash
 from stillhouse.libraries import reading
 from stillhouse.loops.session import Data
 from stillhouse.models import read_end_ids
+from stillhouse.run.local_checks import held_out_needs_completions
 from stillhouse.signals import SignalStore
 from stillhouse.user_code.environment import environment_of
 
+#: the end of the warning about held-out documents that are also in the training data
+OVERLAP = "held-out metrics will look better than they are"
 #: the schemas of tools, or None without tools
 ToolSchemas = Sequence[dict[str, Any]] | None
 
@@ -81,8 +84,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore], *, fits_
     warnings += [warning for documents in splits.values() for warning in documents.report.warnings]
     if held_out is not None and (shared := held_out.overlap(train)):
         warnings.append(
-            f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
-            "held-out metrics will look better than they are"
+            f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: " + OVERLAP
         )
     # gaps are room for the longer texts of teachers in this job. With rollouts, weights select prompts, not sequences
     gaps = [section.partition(".")[2] for section in in_job] if fits_teachers else []
@@ -178,14 +180,8 @@ class _Loader:
         elif share:
             documents = train
             if rollouts:
-                try:
+                with held_out_needs_completions(share):
                     documents = self._train([(*source, None) for source in sources])
-                except ValueError as error:
-                    raise ConfigError(
-                        "data.eval",
-                        f"got {share:g}, but held-out metrics need completions: expected 0 for prompts only, or a "
-                        f"source with completions ({error})",
-                    ) from error
             splits["train"], held_out = _split(train, share)
             splits["eval"] = _split(documents, share)[1] if rollouts else held_out
         used = list(compress(sources, (not rollout.is_on_student_alone for rollout in rollouts)))

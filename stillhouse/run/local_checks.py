@@ -2,38 +2,41 @@
 layout.
 
 A command makes these checks before it imports torch, so that a misspelt path is reported within a second. Checks that
-need a model, a server or the hub are made later.
+need a model or the hub are made later.
 """
 
 import os
-import socket
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from stillhouse.config import ConfigError, RunConfig, as_config_error
 from stillhouse.config.errors import listed
 from stillhouse.config.model_folder import require_model, require_template
 from stillhouse.config.reward_sum import reward_parts
 from stillhouse.config.section import function_hint, text_list
-from stillhouse.data.read.data_source import require_source
+from stillhouse.data.read.data_source import first_records, require_source
+from stillhouse.data.read.foreign_columns import needed_columns
+from stillhouse.data.record import DataError, column_value, kept_value
+from stillhouse.run.server_checks import server_mistakes
 from stillhouse.user_code.environment import environments
 from stillhouse.user_code.function_files import require_in_file
 
 Check = Callable[[Any], object]
-#: the time limit in seconds to reach a server
-_SECONDS = 5.0
 #: the things that a command needs in addition to models
-Need = Literal["data", "run", "servers"]
+Need = Literal["data", "run", "servers", "servers of a new run"]
 
 
 def check_local(config: RunConfig, needs: Collection[Need]) -> None:
-    """Raise one ConfigError with all mistakes in models and in the things that a command needs.
+    """Raise one ConfigError with all mistakes in models and in the things that a command needs. Then raise DataError
+    if the first record of a data file cannot be used.
 
-    needs: "data" for data and functions, "run" for the run's folder and a layout, "servers" for servers, which
-        must already listen.
+    needs: "data" for data and functions, "run" for the run's folder and a layout, "servers" for servers, which must
+        already listen. "servers of a new run": servers that may listen later, unless the run has checkpoints. Servers
+        may be started at the same time as a run, which waits for them.
     """
     data, prompts, teachers = config.data, config.eval.prompts, config.teacher_sections
     models = {"student": config.student, **teachers}
@@ -60,11 +63,6 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
     if "run" in needs:
         checks.append(("out", require_writable, config.out))
         checks.append(("parallel", config.parallel.degrees, int(os.environ.get("WORLD_SIZE", "1"))))
-    if "servers" in needs:
-        urls = {f"{key}.url": teacher.urls for key, teacher in teachers.items()}
-        urls["rollout.url"] = [] if config.rollout is None else config.rollout.urls
-        checks += [(key, _require_server, url) for key, addresses in urls.items() for url in addresses]
-        checks += [(key, _require_server, part.name) for key, part in rewards if part.is_server]
     caches = [(f"{key}.cache", teacher.cache) for key, teacher in teachers.items() if teacher.cache]
     mistakes = [
         ConfigError(key, f"got {folder}, but there is no such folder")
@@ -77,8 +75,66 @@ def check_local(config: RunConfig, needs: Collection[Need]) -> None:
                 check(value)
         except ConfigError as error:
             mistakes.append(error)
+    is_new = not os.path.isdir(os.path.join(config.out, "checkpoints"))
+    if "servers" in needs or ("servers of a new run" in needs and is_new):
+        mistakes += server_mistakes(config, must_listen="servers" in needs)
     if mistakes:
         raise listed(mistakes)
+    if "data" in needs and data.on_error == "raise":
+        _require_first_records(config)
+
+
+def _require_first_records(config: RunConfig) -> None:
+    """Raise ValueError if the first record of a file cannot be read or has not the columns that the run needs."""
+    data, share, prompts = config.data, config.data.eval, config.eval.prompts
+    sources = [item.source for item in data.weighted_sources] or [str(data.train)]
+    for source, rollout in zip_longest(sources, config.rollouts):
+        _require_columns(config, source, prompts=rollout is not None)
+        if rollout is not None and share and isinstance(share, float):
+            with held_out_needs_completions(share):
+                _require_columns(config, source, prompts=False)
+        elif rollout is not None and not rollout.is_on_student_alone:
+            _require_columns(config, source, prompts=False)
+    for source in [share] if isinstance(share, str) else data.eval_sets.values():
+        _require_columns(config, source, prompts=False)
+    if prompts is not None:
+        with as_config_error("eval.prompts.data"):
+            _require_columns(config, prompts.data, prompts=True)
+
+
+def _require_columns(config: RunConfig, source: str, *, prompts: bool) -> None:
+    """Raise ValueError if a local source is empty, or if the first record of one of its files cannot be read, lacks
+    columns of the form of the source's first record, or names no teacher of the run. prompts: whether only prompts
+    are read.
+    """
+    route = None if config.teachers is None else config.teachers.route
+    records, columns = first_records(source), None
+    if records == []:
+        raise ValueError(f"{source}: the dataset is empty")
+    for record in records or ():
+        try:
+            if record.problem:
+                raise ValueError(record.problem)
+            columns = columns or needed_columns(record.fields, prompts=prompts)
+            for column in columns:
+                column_value(record.fields, column)
+            if route is not None:
+                kept_value(record.fields, route, list(config.several))
+        except ValueError as error:
+            raise DataError(record.where, str(error)) from error
+
+
+@contextmanager
+def held_out_needs_completions(share: float) -> Iterator[None]:
+    """Convert a ValueError about training documents whose completions are not there, although some are held out."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(
+            "data.eval",
+            f"got {share:g}, but held-out metrics need completions: expected 0 for prompts only, or a source with "
+            f"completions ({error})",
+        ) from error
 
 
 def require_writable(out: str) -> None:
@@ -100,16 +156,3 @@ def require_writable(out: str) -> None:
 
 def _require_function(path: str) -> None:
     require_in_file(path, function_hint(path))
-
-
-def _require_server(url: str) -> None:
-    """Raise ValueError unless a server listens at the address. A run has no such check: it waits for the server."""
-    address = urlsplit(url)
-    try:
-        port = address.port or (443 if address.scheme == "https" else 80)
-        socket.create_connection((address.hostname or "", port), timeout=_SECONDS).close()
-    except OSError as error:
-        raise ValueError(
-            f"got {url}, where no server can be reached now ({error.strerror or error}): start it before `stillhouse "
-            "check`, or correct the address; `stillhouse distill` waits for it"
-        ) from error

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, as_config_error
 from stillhouse.config.student_section import StudentInitConfig
+from stillhouse.display import named_if_slow
 from stillhouse.engine.losses import LossPart
 from stillhouse.models import (
     Decoder,
@@ -126,7 +127,8 @@ class ModelSources:
         path, device = local_folder(str(folder or model.model), model.revision), device or self.mesh.device
 
         def load(decoder: Decoder) -> None:
-            load_weights(decoder, path, device, offload=offload)
+            with named_if_slow(f"loading {section}: {path}"):
+                load_weights(decoder, path, device, offload=offload)
             self._draw(decoder)
             check_finite_weights(decoder, section)
 
@@ -248,19 +250,20 @@ def load_model(
     multimodal: whether the model reads media in addition to text.
     """
     try:
-        decoder = Decoder.from_pretrained(
-            str(model.model),
-            revision=model.revision,
-            dtype=model.dtype,
-            attention=model.attention,
-            trust_remote_code=model.trust_remote_code,
-            device=device,
-            quantize=model.quantize,
-            trained=isinstance(model, StudentConfig),
-            packing=packing,
-            multimodal=multimodal,
-            activations=activations_for(model.attention, device, autocast),
-        )
+        with named_if_slow(f"loading {which}: {model.model}"):
+            decoder = Decoder.from_pretrained(
+                str(model.model),
+                revision=model.revision,
+                dtype=model.dtype,
+                attention=model.attention,
+                trust_remote_code=model.trust_remote_code,
+                device=device,
+                quantize=model.quantize,
+                trained=isinstance(model, StudentConfig),
+                packing=packing,
+                multimodal=multimodal,
+                activations=activations_for(model.attention, device, autocast),
+            )
     except ValueError as error:
         raise ValueError(f"{which}: {error}") from error
     check_finite_weights(decoder, which)

@@ -84,15 +84,40 @@ class RunObjective:
         return self.objective.temperature
 
     def in_words(self, stores: Mapping[str, SignalStore]) -> str:
-        """Return the resolved objective as a sentence, which a run prints first.
+        """Return the resolved objective as a sentence, for records.
 
         stores: the signal stores, by the keys of the teachers' sections.
+        """
+        teachers, over = self._teachers_in_words(stores)
+        return (
+            f"{self.loss_in_words()}, {over}temperature {self.spec.temperature:g}, "
+            f"mean over the target tokens of each step ({self._targets_in_words()}): {self.student.model}"
+            f"{teachers and f' ← {teachers}'}"
+        )
+
+    def in_lines(self, stores: Mapping[str, SignalStore]) -> list[str]:
+        """Return the resolved objective as the lines that a run prints first. stores: see `in_words`."""
+        teachers, over = self._teachers_in_words(stores)
+        if not teachers and (self.teacher is not None or self.teachers is not None):
+            teachers = "not in the loss, only in evaluations"
+        elif not teachers and not self.rollouts:
+            teachers = "none (supervised fine-tuning)"
+        return [
+            f"{self.loss_in_words()}, {over}temperature {self.spec.temperature:g}",
+            f"student: {self.student.model}",
+            *([f"teacher: {teachers}"] if teachers else []),
+            f"target tokens: {self._targets_in_words()}; the loss is their mean in each step",
+        ]
+
+    def _teachers_in_words(self, stores: Mapping[str, SignalStore]) -> tuple[str, str]:
+        """Return the teachers of the loss, and the part of the vocabulary that their signals cover; "" and "" if the
+        loss needs no teacher.
         """
         teachers, over = "", ""
         if self.teacher is not None and (self.spec.needs_teacher or any(part.needs_teacher for part in self.parts)):
             store = stores.get("teacher")
             source = self.teacher.source_in_words if store is None else store.name
-            teachers, over = f" ← {source}", f"{_over(self.teacher, store)}, "
+            teachers, over = source, f"{_over(self.teacher, store)}, "
         elif self.teachers is not None and self.spec.needs_teacher:
             parts = []
             for name, teacher in self.teachers.named.items():
@@ -107,11 +132,8 @@ class RunObjective:
                 parts.append(f"{factor}{name}: {source} ({details})")
             route = self.teachers.route
             how = f"one by column '{route}'" if route else f"sum of {self.teachers.sum}"
-            teachers = f" ← {how} of {'; '.join(parts)}"
-        return (
-            f"{self.loss_in_words()}, {over}temperature {self.spec.temperature:g}, "
-            f"mean over the target tokens of each step ({self._targets_in_words()}): {self.student.model}{teachers}"
-        )
+            teachers = f"{how} of {'; '.join(parts)}"
+        return teachers, over
 
     def loss_in_words(self) -> str:
         """Return the part of the sentence of `in_words` that does not depend on the stores."""

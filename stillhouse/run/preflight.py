@@ -1,7 +1,7 @@
 """The checks of a run that need more than its configuration, ordered by their cost.
 
-`build_session` calls `check_before_loading` first, and `check_models` after the models are loaded. So each error is
-reported as early as possible.
+`read_data` calls `check_before_loading` first, and `build_session` calls `check_models` after the models are loaded.
+So each error is reported as early as possible.
 """
 
 import importlib.util
@@ -20,15 +20,18 @@ from stillhouse.config import (
     as_config_error,
 )
 from stillhouse.data import check_vocabulary
-from stillhouse.display import name_list
+from stillhouse.display import counted, name_list
 from stillhouse.engine.optimizer import require_optimizer
 from stillhouse.loops.session import Data
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
+from stillhouse.models.families import text_config
 from stillhouse.models.forward_modes import noise_of
+from stillhouse.models.pretrained import read_configuration
 from stillhouse.models.quantized import FP8, float8_problem
 from stillhouse.objective.policy_parameters import PolicySettings
 from stillhouse.output.tracking import require_trackers
 from stillhouse.parallel import Layout
+from stillhouse.parallel.apply.tensor_parallel import require_divisor
 from stillhouse.rollout import PromptPlan
 from stillhouse.rollout.user_functions import loaded_functions
 from stillhouse.run.setup import RunSetup, require_fsdp
@@ -67,6 +70,8 @@ def check_before_loading(setup: RunSetup) -> None:
     device = setup.ranks.device
     require_attention(config.student, setup.teachers, device)
     require_models_fit(config.student, setup.teachers, setup.own_layouts, setup.layout, device)
+    if config.parallel.engine == "torch":
+        require_tensor_degrees(config.student, setup.teachers, setup.own_layouts, setup.layout)
 
 
 def check_models(
@@ -159,6 +164,24 @@ def require_models_fit(
             require_fsdp(f"{section}.offload", teacher_layout, device)
 
 
+def require_tensor_degrees(
+    student: StudentConfig, teachers: Mapping[str, TeacherConfig], own_layouts: Mapping[str, Layout], layout: Layout
+) -> None:
+    """Raise ConfigError if a tensor degree does not divide the sizes in the configuration of a model in this job.
+
+    teachers, own_layouts: see `require_models_fit`.
+    """
+    sharded = {section: teacher for section, teacher in teachers.items() if teacher.signals_from == "model"}
+    for section, model in {"student": student, **sharded}.items():
+        degree = own_layouts.get(section, layout).degrees.tensor
+        if degree > 1:
+            code = model.trust_remote_code
+            with as_config_error(f"{section}.model"):
+                config = text_config(read_configuration(str(model.model), model.revision, trust_remote_code=code))
+            with as_config_error(f"{section}.parallel" if section in own_layouts else "parallel"):
+                require_divisor(config, degree)
+
+
 def prompt_warnings(
     train: TrainConfig, rollout: RolloutConfig, plan: PromptPlan, max_tokens: int, policies: Iterable[PolicySettings]
 ) -> Iterator[str]:
@@ -225,7 +248,7 @@ def schedule_warnings(train: TrainConfig, steps: int, data: Data, *, on_policy: 
     tokens = len(data.train.documents.tokens_N)
     if train.steps is None and not on_policy and steps < FEW_STEPS:
         yield (
-            f"the run has only {steps} optimizer step{'s' * (steps > 1)}, because train.tokens_per_step is "
+            f"the run has only {counted(steps, 'optimizer step')}, because train.tokens_per_step is "
             f"{train.tokens_per_step:,} and the data have {tokens:,} tokens; lower train.tokens_per_step, or raise "
             "train.epochs"
         )
@@ -237,8 +260,8 @@ def schedule_warnings(train: TrainConfig, steps: int, data: Data, *, on_policy: 
         )
     if train.warmup >= max(steps, 2):
         yield (
-            f"train.warmup={train.warmup:g} is not shorter than the run ({steps} steps), so that the learning rate "
-            "only rises; a value below 1 is a share of all steps"
+            f"train.warmup={train.warmup:g} is not shorter than the run ({counted(steps, 'step')}), so that the "
+            "learning rate only rises; a value below 1 is a share of all steps"
         )
     if 0 < train.min_learning_rate <= SMALL_FLOOR:
         yield (

@@ -24,7 +24,7 @@ from stillhouse.checkpoint.resume import (
 from stillhouse.config import RolloutConfig, RunConfig, SourceConfig, as_config_error, dump_config
 from stillhouse.data import DataReport, Documents, save_tokenizer, text_fingerprint, tokenizer_fingerprint
 from stillhouse.data.media import media_kind
-from stillhouse.display import escaped, name_list
+from stillhouse.display import counted, escaped, name_list
 from stillhouse.engine.optimizer import stacked_vectors
 from stillhouse.engine.schedule import StepSchedule, make_on_policy_schedule, make_step_schedule, micro_batch_capacity
 from stillhouse.loops import off_policy, on_policy
@@ -35,6 +35,7 @@ from stillhouse.models import add_end_ids, eos_ids
 from stillhouse.models.document_packing import ROWS
 from stillhouse.models.pretrained import tower_warnings
 from stillhouse.models.vision_language import require_language_alone
+from stillhouse.output.closing_lines import closing_lines
 from stillhouse.output.disk import atomic_folder, file_names, hashes
 from stillhouse.output.folder import HASHES, RunFolder, environment, folder_lock, init_run_dir, require_intact_model
 from stillhouse.output.progress import Progress, folder_name
@@ -57,8 +58,10 @@ from stillhouse.run.teachers import require_signals
 from stillhouse.signals import SignalsLostError
 
 
-def distill(config: RunConfig) -> Path:
+def distill(config: RunConfig, *, later_steps: int = 0) -> Path:
     """Start or resume the run of a configuration, and return the run's folder. A complete run is not changed.
+
+    later_steps: the number of steps of the runs that follow this run; the printed time left includes them.
 
     Raises ConfigError for a mistake in the configuration, and ValueError for a mistake in the data or models. Until
     all checks have passed, nothing is written except the empty folder and the files of its lock.
@@ -71,7 +74,8 @@ def distill(config: RunConfig) -> Path:
     if all(ranks.gather(folder.complete)):
         return _report_complete(folder)
     require_writable(config.out)
-    session = build_session(setup, announce=is_first())
+    data = read_data(setup, announce=is_first())
+    session = replace(build_session(setup, data, announce=is_first()), later_steps=later_steps)
     require_shared_folder(folder.path, ranks)
     with closing(session), folder_lock(folder.path) if is_first() else nullcontext():
         # another process may have written to the folder while this process loaded its models
@@ -84,7 +88,7 @@ def distill(config: RunConfig) -> Path:
             ranks,
             session.identity,
             fallback=config.checkpoint.fallback,
-            base=None if session.models.student.lora is None else config.student.model,
+            base=None if session.models.student.lora is None else setup.config.student.model,
         )
         if checkpoint is None and is_first() and folder.metrics.exists():
             log_rank0(f"{folder.path} has no checkpoint of this run yet: the run starts anew, at step 1")
@@ -141,6 +145,10 @@ def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: Intac
         if is_first():
             _write_model(setup, session, folder, progress)
         destroy_process_group()
+    if is_first():
+        checkpoint_config = session.schedule.checkpoint_config
+        for line in closing_lines(folder.metrics, checkpoint_config.best, checkpoint_config.greater_is_better):
+            log_rank0(line)
     log_rank0(f"model: {folder.model}")
 
 
@@ -178,21 +186,33 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
 
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or models.
     """
-    return build_session(RunSetup(with_precision(config)), announce=announce)
+    setup = RunSetup(with_precision(config))
+    return build_session(setup, read_data(setup, announce=announce), announce=announce)
 
 
-def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
-    """Like `prepare`, but for a setup. The configuration of the setup must be a result of `with_precision`."""
+def read_data(setup: RunSetup, *, announce: bool = True) -> Data:
+    """Make all checks that need no data and no models, and read the data. The first half of `prepare`.
+
+    setup: its configuration must be a result of `with_precision`.
+    """
     config, stores = setup.config, setup.stores
-    loss = Loss(setup.objective.spec, setup.objective.in_words(stores))
     if announce:
-        print(escaped(loss.in_words, lines=True), flush=True)
+        print(escaped("\n  ".join(setup.objective.in_lines(stores)), lines=True), flush=True)
     preflight.check_before_loading(setup)
     _enter("reading the data", announce)
     torch.manual_seed(config.seed)
     if config.deterministic:
         use_deterministic_algorithms()
-    data = load_run_data(config, stores)
+    return load_run_data(config, stores)
+
+
+def build_session(setup: RunSetup, data: Data, *, announce: bool = True) -> Session:
+    """Load the models, and check them with the data. The second half of `prepare`.
+
+    data: the result of `read_data`.
+    """
+    config, stores = setup.config, setup.stores
+    loss = Loss(setup.objective.spec, setup.objective.in_words(stores))
     require_signals(stores, setup.teachers, setup.objective, data, setup.ranks)
     model_hashes = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **setup.model_hashes()}
     watchdog.enter("comparing data and models")
@@ -211,7 +231,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     if media_inputs is not None:
         data = media_kind(media_inputs.processor).with_models_proven(data, engine, source, stores)
     max_tokens, data = data.train.max_tokens, _in_rows(data, models, setup)
-    schedule, rollout = _schedule(data, setup)
+    schedule, rollout = make_schedule(data, setup)
     identity = _identity(setup, models, data, model_hashes)
     _add_trained_ends(models, data, rollout)
     decoders = {"student": models.student, **models.teachers}
@@ -253,7 +273,7 @@ def _in_rows(data: Data, models: Models, setup: RunSetup) -> Data:
     return data.sorted_by_length(capacity, max(config.data.max_tokens, config.eval.micro_batch_tokens or capacity))
 
 
-def _schedule(data: Data, setup: RunSetup) -> tuple[Schedule, RolloutPlan | None]:
+def make_schedule(data: Data, setup: RunSetup) -> tuple[Schedule, RolloutPlan | None]:
     """Return the steps of the run and the plan of the completions; the plan is None in a run on a fixed dataset."""
     config, layout, max_tokens, rollout = setup.config, setup.layout, data.train.max_tokens, None
     if config.rollout is None:
@@ -332,10 +352,8 @@ def _add_trained_ends(models: Models, data: Data, rollout: RolloutPlan | None) -
 def steps_in_words(schedule: StepSchedule, max_tokens: int, rollout: RolloutPlan | None) -> str:
     """Describe the number of steps and the content of a step. max_tokens: the most tokens of a packed sequence."""
     if rollout is None:
-        return (
-            f"{schedule.steps:,} of {schedule.sequences_per_step} sequences (at most {max_tokens:,} tokens each), "
-            f"{schedule.rows_per_micro_batch} per micro-batch"
-        )
+        sequences = f"{counted(schedule.sequences_per_step, 'sequence')} of at most {max_tokens:,} tokens"
+        return f"{schedule.steps:,}, each with {sequences}, {schedule.rows_per_micro_batch} per micro-batch"
     shares = sorted({source.share for source in rollout.prompts.sources})
     share = " to ".join(f"{share:.0%}" for share in dict.fromkeys((shares[0], shares[-1])))
     return (

@@ -5,15 +5,17 @@
 
 from dataclasses import replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 
-from stillhouse.config import ConfigError, ParallelConfig, RunConfig, as_config_error
+from stillhouse.config import ConfigError, ParallelConfig, RunConfig, StudentConfig, TeacherConfig, as_config_error
 from stillhouse.config.check_rules import check_rules
 from stillhouse.config.engine_capabilities import GROUP, capabilities
 from stillhouse.config.read_config import dotted_values
 from stillhouse.engine.engine import Engine
 from stillhouse.engine.engine_kind import EngineKind
+from stillhouse.gguf.plain_folder import plain_folder
 from stillhouse.hashing import json_hash
 from stillhouse.models import ProofError, quantized_identity
 from stillhouse.objective import use_kernels
@@ -36,17 +38,22 @@ from stillhouse.run.objective import RunObjective
 from stillhouse.run.teachers import TeacherSources, teacher_of_stages
 from stillhouse.signals import SignalSource, SignalStore, WeightAverage
 
+ModelT = TypeVar("ModelT", StudentConfig, TeacherConfig)
+
 
 class RunSetup:
     """The objects that a configuration describes. A cached property makes its object at the first use.
 
     warnings: a warning for each library whose version differs between ranks; filled by the first use of `ranks`.
 
-    Raises ConfigError if the configuration breaks a rule of `check_rules`.
+    config: the configuration, with the plain folder of each model that is a GGUF.
+
+    Raises ConfigError if the configuration breaks a rule of `check_rules`, and for a GGUF that cannot be converted.
     """
 
     def __init__(self, config: RunConfig):
         check_rules(config)
+        config = with_plain_models(config)
         self.config = config
         self.teachers = config.teacher_sections
         self.values = dotted_values(config)
@@ -200,6 +207,26 @@ def with_precision(config: RunConfig) -> RunConfig:
         return config
     precision = best_precision(device_of(config.device))
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
+
+
+def with_plain_models(config: RunConfig) -> RunConfig:
+    """Replace each model of the configuration that is a GGUF by its plain folder. Raises ConfigError if it cannot be
+    converted.
+    """
+    several = {name: _plain(f"teachers.{name}", teacher) for name, teacher in config.several.items()}
+    sections = {
+        "student": _plain("student", config.student),
+        "teacher": config.teacher and _plain("teacher", config.teacher),
+        "teachers": config.teachers and config.teachers.model_copy(update=several),
+    }
+    return config.model_copy(update=sections)
+
+
+def _plain(section: str, model: ModelT) -> ModelT:
+    if model.model is None:
+        return model
+    with as_config_error(f"{section}.model"):
+        return model.model_copy(update={"model": plain_folder(model.model)})
 
 
 def device_of(name: str) -> torch.device:

@@ -1,13 +1,14 @@
 """`stillhouse check`: does everything that a run does before its first update, and prints what it finds.
 
-It prints facts about models, tokenizer and data, and runs one step to measure its peak memory and the gradient norm
-of each loss. It changes no weight and writes no file.
+It prints facts about the data, the tokenizer and the models as soon as they are known, and runs one step to measure
+its peak memory and the gradient norm of each loss. It changes no weight and writes no file. By default, it compiles
+nothing, because compiling can take minutes.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
+from stillhouse.checkpoint.resume import RunIdentity, candidates, require_unchanged_sources
 from stillhouse.checkpoint.save import require_room
 from stillhouse.config import RunConfig
-from stillhouse.display import escaped, print_escaped
+from stillhouse.display import counted, escaped, print_escaped
 from stillhouse.engine.engine import Engine
 from stillhouse.loops.not_finite import not_finite_error
 from stillhouse.loops.prompt_evaluation import held_out_prompts, shared_prompts
@@ -34,8 +35,10 @@ from stillhouse.objective.sampled_tokens import ORIGINS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state
-from stillhouse.parallel import is_first
-from stillhouse.run.run import data_reports, prepare, steps_in_words
+from stillhouse.parallel import ShardedMicroBatches, is_first
+from stillhouse.parallel.apply.compiled_layers import layers_not_compiled
+from stillhouse.run.run import build_session, data_reports, make_schedule, read_data, steps_in_words
+from stillhouse.run.setup import RunSetup, with_precision
 from stillhouse.tools.check_prompts import function_rows, in_brackets, prompt_rows, sample_rows
 
 #: the number of characters of the sample document that are shown
@@ -54,35 +57,61 @@ Result = TypeVar("Result")
 Row = tuple[str, str] | str
 
 
-def print_check(config: RunConfig) -> None:
-    """Print the findings. Raises the same errors as a run; an error about the run's folder is raised at the end."""
-    folder = RunFolder(Path(config.out))
-    with closing(prepare(config, announce=is_first())) as session:
-        models, data, schedule, rollout = session.models, session.data, session.schedule, session.rollout
-        occupied: ValueError | None = None
-        try:
-            newest = next(iter(candidates(folder, config.checkpoint.resume, session.values)), None)
-            if newest is not None and folder.owns(newest):
-                require_unchanged_sources(newest, read_state(newest).progress, session.identity)
-            state = "contains this run, which is complete"
-            if not folder.complete:
-                gib = require_room(folder.checkpoints, models.engine) / 2**30
-                state = f"{f'resumes from {newest.name}' if newest else 'a new run'}; a checkpoint has {gib:.2f} GiB"
-        except ValueError as error:
-            state, occupied = "cannot be used, see the error below", error
+def print_check(config: RunConfig, *, compiles: bool = False) -> None:
+    """Print the findings. Raises the same errors as a run; an error about the run's folder is raised at the end.
+
+    compiles: whether to compile what a run would compile.
+    """
+    setup, folder = RunSetup(with_precision(config)), RunFolder(Path(config.out))
+    data = read_data(setup, announce=is_first())
+    _print(_data_rows(data, *make_schedule(data, setup)))
+    _print(("warning", warning) for warning in dict.fromkeys(map(escaped, data.warnings)))
+    _print(_sample_rows(data, on_policy=config.rollout is not None))
+    with (
+        nullcontext() if compiles else layers_not_compiled(),
+        closing(build_session(setup, data, announce=is_first())) as session,
+    ):
+        models, rollout, warned = session.models, session.rollout, {*map(escaped, data.warnings)}
+        state, occupied = _folder_state(
+            folder, config.checkpoint.resume, session.values, session.identity, models.engine
+        )
         _print(_model_rows(models, data.tokenizer, session.identity.models["tokenizer"]))
-        _print(("warning", warning) for warning in session.warnings)
-        _print(_data_rows(data, schedule, rollout))
+        _print(("warning", warning) for warning in session.warnings if warning not in warned)
+        if session.data.by_length:  # a model runs one document per row, so the rows above have changed
+            _print(_data_rows(session.data, session.schedule, rollout))
         if rollout is not None and (prompts := config.eval.prompts) is not None:
-            warning = shared_prompts(data.train.documents, held_out_prompts(models, data, rollout, prompts))
+            held_out = held_out_prompts(models, session.data, rollout, prompts)
+            warning = shared_prompts(session.data.train.documents, held_out)
             _print([] if warning is None else [("warning", warning)])
-        _print([("device", f"{models.device}, {schedule.train_config.precision}")])
+        _print([("device", f"{models.device}, {session.schedule.train_config.precision}")])
         _print([("run folder", f"{session.values['out']}: {state}")])
-        _print(_sample_rows(data, on_policy=rollout is not None))
-        _print(_step_rows(session, folder))
+        try:
+            _print(_step_rows(session, folder, compiles=compiles))
+        except torch.OutOfMemoryError as error:
+            if compiles:
+                raise
+            first = str(error).partition("\n")[0]
+            advice = "nothing is compiled, which can need more memory: try `stillhouse check --compile`."
+            raise torch.OutOfMemoryError(f"{first} In this step, {advice}") from error
         _print(function_rows(session))
         if occupied is not None:
             raise occupied
+
+
+def _folder_state(
+    folder: RunFolder, resume: str, values: Mapping[str, Any], identity: RunIdentity, engine: Engine
+) -> tuple[str, ValueError | None]:
+    """Return the state of the run's folder in words, and the error if a run cannot use the folder."""
+    try:
+        newest = next(iter(candidates(folder, resume, values)), None)
+        if newest is not None and folder.owns(newest):
+            require_unchanged_sources(newest, read_state(newest).progress, identity)
+        if folder.complete:
+            return "contains this run, which is complete", None
+        gib = require_room(folder.checkpoints, engine) / 2**30
+        return f"{f'resumes from {newest.name}' if newest else 'a new run'}; a checkpoint has {gib:.2f} GiB", None
+    except ValueError as error:
+        return "cannot be used, see the error below", error
 
 
 def _print(rows: Iterable[Row]) -> None:
@@ -122,7 +151,7 @@ def _data_rows(data: Data, schedule: Schedule, rollout: RolloutPlan | None) -> I
         filling = f"{data.train.filled_share:.0%} full"
         if data.by_length:
             filling = f"each with documents of similar lengths, {data.train.padding_share:.1%} padding in rows"
-        yield "packing", f"{len(data.train):,} sequences, {filling}"
+        yield "packing", f"{counted(len(data.train), 'sequence')}, {filling}"
     yield "steps", steps_in_words(schedule.step_schedule, data.train.max_tokens, rollout)
     if rollout is not None:
         yield from prompt_rows(rollout, schedule.steps)
@@ -151,9 +180,10 @@ def _sample(data: Data, document: int) -> str:
     return escaped(text[:_SAMPLE], lines=True) + ("…" if len(text) > _SAMPLE else "")
 
 
-def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
+def _step_rows(session: Session, folder: RunFolder, *, compiles: bool) -> Iterator[Row]:
     """Run one step without its update; yield rows about its time, peak memory, loss, and each loss's gradient norm.
 
+    compiles: whether the step is compiled as in a run. If so, it runs twice, to show its time without compiling.
     If servers generate the completions, no step runs, because the servers would have to load the student's weights.
     """
     engine = session.models.engine
@@ -176,11 +206,12 @@ def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
             return
     layers = engine.student.layout.compile
     compiled = "the loss and the layers are compiled" if layers else "the loss is compiled"
+    now = compiled if compiles else "nothing is compiled"
     if engine.needs_teacher:
-        compiles = "; the layers are compiled" if layers else ""
-        yield f"running one step{size}: the teacher's signals{compiles} …"
+        with_layers = "; the layers are compiled" if layers and compiles else ""
+        yield f"running one step{size}: the teacher's signals{with_layers} …"
     teacher_seconds, signals = _timed(lambda: session.models.source_for(engine).request(micro_batches).result())
-    yield f"running one step{size}: forward and backward; {compiled} …"
+    yield f"running one step{size}: forward and backward; {now} …"
     normalizer = micro_batches.all_ranks.normalizer
     step_seconds, output = _timed(lambda: engine.forward_backward(micro_batches, signals, normalizer))
     first = teacher_seconds + step_seconds
@@ -191,11 +222,21 @@ def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
     optimizer_bytes = 2 * sum(local(weight).numel() * weight.element_size() for weight in trainable)
     tokens = sum(micro_batch.input_ids_BS.numel() for micro_batch in micro_batches)
     engine.zero_grad()
-    yield f"running the step again, with what was compiled in {first:.1f} s …"
-    seconds, _ = _timed(lambda: session.models.step(micro_batches).sums)
-    times = f"{seconds:.1f} s ({first:.1f} s the first time, when {compiled})"
+    times = f"{first:.1f} s when nothing is compiled"
+    if compiles:
+        yield f"running the step again, with what was compiled in {first:.1f} s …"
+        seconds, _ = _timed(lambda: session.models.step(micro_batches).sums)
+        times = f"{seconds:.1f} s ({first:.1f} s the first time, when {compiled})"
+    else:
+        memory += f", when nothing is compiled (in a run, {compiled}: `stillhouse check --compile` measures this)"
     yield "one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}"
     yield "peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB"
+    yield from _loss_rows(session.models, micro_batches)
+
+
+def _loss_rows(models: Models, micro_batches: ShardedMicroBatches) -> Iterator[Row]:
+    """Run the step with each loss alone, and yield the loss's gradient norm; then a verdict about all of them."""
+    engine = models.engine
     losses = list(single_losses(engine))
     if len(losses) < 2:  # a single loss has the gradient of the whole step, which is already printed
         return
@@ -203,7 +244,7 @@ def _step_rows(session: Session, folder: RunFolder) -> Iterator[Row]:
     norms = dict[str, float]()
     for name, single in losses:
         engine.zero_grad()
-        session.models.step(micro_batches, single)
+        models.step(micro_batches, single)
         norms[name] = engine.gradient_norm()
         yield f"  {name} ", f"gradient norm {norms[name]:.4g}"
     if (words := verdict(norms)) is not None:

@@ -5,6 +5,7 @@ process, with one file of weights in memory at a time. Merging an adapter loads 
 """
 
 import json
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -65,7 +66,8 @@ class ExportSettings:
 def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings) -> IntactCheckpoint:
     """Write the student of a run's folder or of a checkpoint to the new folder `out`, and return the checkpoint.
 
-    step: the step of a run's checkpoint, "best" or "last"; None means "last". Must be None if `path` is a checkpoint.
+    step: the step of a run's checkpoint, "best" or "last"; None means "last", or "best" for a run with eval.patience.
+        Must be None if `path` is a checkpoint.
 
     Raises ValueError if `path` is neither a run nor a checkpoint, if the checkpoint is damaged or removed during the
     export, if an adapter's base has changed, or if the dtype cannot represent the weights.
@@ -143,10 +145,13 @@ def _chosen(path: Path, step: str | None) -> Path:
     every = checkpoints(RunFolder(path).checkpoints)
     if not every:
         raise ValueError(f"{path} has no complete checkpoint: expected a run that has written one")
-    if step in (None, "last"):
+    config = load_config(path / "config.yaml")
+    if step is None:  # the checkpoint with the weights of the run's final model
+        step = "last" if config.eval.patience is None else "best"
+    if step == "last":
         return every[-1]
     if step == "best":
-        settings = load_config(path / "config.yaml").checkpoint
+        settings = config.checkpoint
         best, damage = None, dict[Path, str]()
         if settings.best is not None:
             best, damage = best_checkpoint(every, settings.best, settings.greater_is_better)
@@ -261,7 +266,9 @@ def _model_card(
     merge = {None: "", True: " --merge", False: " --adapter"}[settings.merge]
     dtype = "" if settings.dtype is None else f" --dtype {settings.dtype}"
     mtp = "" if settings.mtp else " --no-mtp"
-    command = f"stillhouse export {run.name} --step {progress.step}{merge}{dtype}{mtp} --out FOLDER"
+    # a relative path, so that the command can be pasted; the folders of an absolute path may be private
+    folder_name = shlex.quote(run.name if run.is_absolute() else str(run))
+    command = f"stillhouse export {folder_name} --step {progress.step}{merge}{dtype}{mtp} --out FOLDER"
     sizes: Counter[torch.dtype] = Counter()
     for tensor in stored_tensors(folder).values():
         sizes[tensor.properties.dtype] += tensor.size.numel()

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from textwrap import fill
 from typing import TypeVar
 
 import torch
@@ -74,8 +75,10 @@ class Row:
         return "same" if self.gradient <= SAME and self.loss <= SAME else f"DIFFERENT in {self.parameter}"
 
     def __str__(self) -> str:
-        figures = f"{'':>20}" if self.refused else f"{self.loss:>10.1e}{self.gradient:>10.1e}"
-        return f"{self.layout:<40}{figures}  {self.verdict}"
+        if self.refused:  # the reason is longer than a line of the table
+            reason = fill(self.refused, 116, initial_indent="    ", subsequent_indent="    ")
+            return f"{self.layout:<40}{'':>20}  not possible:\n{reason}"
+        return f"{self.layout:<40}{self.loss:>10.1e}{self.gradient:>10.1e}  {self.verdict}"
 
 
 def layouts(engine: EngineCapabilities, processes: int, *, experts: bool = False) -> list[Layout]:
@@ -127,6 +130,7 @@ def compare_layouts(config: RunConfig) -> Iterator[Row]:
     }
     config = config.model_copy(update=in_float32)
     setup = RunSetup(config)
+    config = setup.config
     torch_engine = config.parallel.model_copy(update={"engine": "torch", "sequence": False})
     in_one_process = RunSetup(config.model_copy(update={"parallel": torch_engine}))
     _ = setup.objective.spec, setup.stores  # raises errors of the objective and the stores before models are loaded

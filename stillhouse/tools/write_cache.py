@@ -89,6 +89,7 @@ def write_cache(
     serves another one. Raises ValueError if the folder contains other files, or if signals are not finite.
     """
     setup = RunSetup(config)
+    config = setup.config
     is_served = config.teacher is not None and "signal" in config.teacher.source_kind.options
     teacher = None if is_served else _teacher_in_job(setup)
     # documents that are too long in the teacher's tokens are kept, because a run with the cache also keeps them

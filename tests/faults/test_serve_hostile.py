@@ -159,6 +159,7 @@ def test_an_oversized_body_in_chunks_is_refused_at_the_limit(server: Server) -> 
     head = f"POST {SCORE} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {JSON}\r\ntransfer-encoding: chunked\r\n\r\n"
     sent, answer = 0, b""
     with socket.create_connection(("127.0.0.1", server.port)) as client, suppress(ConnectionError):
+        client.settimeout(30)
         client.sendall(head.encode())
         while sent < 4 * JSON_LIMIT and not answer:
             client.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")

@@ -6,7 +6,7 @@ T tokens, V vocabulary, S tokens of the tiny vocabulary, N sequences, K ids per 
 """
 
 import math
-import re
+import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -306,18 +306,15 @@ def gspo(log_q_T: Tensor, old_T: Tensor, sequence_T: Tensor, advantages_N: Tenso
 
 
 def test_the_ratios_of_sequences_are_gspos() -> None:
-    """Of the policy-gradient term, and of the loss in docs/objective.md.
+    """Of the policy-gradient term, and of the loss in examples/gspo_loss.py.
 
     In the term, a sequence counts once if its tokens have the weight 1 / length.
     """
-    page = (Path(__file__).parents[2] / "docs" / "objective.md").read_text(encoding="utf-8")
-    (code,) = (block for block in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "def gspo_loss" in block)
-    names: dict[str, Any] = {}
-    exec(code, names)
+    names = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "gspo_loss.py"))
     assert linear_log_probs is names["linear_log_probs"]
     sequence_T, advantages_N = torch.arange(T) // 13, torch.tensor([0.7, -1.1, 0.4], dtype=torch.float64)
     old_T, tokens_N = old_log_probs(1.0) * 0.9, torch.bincount(sequence_T[HAS_LABEL])
-    leaves, of_page = trainable(make_leaves()), trainable(make_leaves())
+    leaves, shown = trainable(make_leaves()), trainable(make_leaves())
     log_q_T = of_labels(Leaves(**leaves), 1.0)
     loss = -gspo(log_q_T, old_T, sequence_T, advantages_N)
     loss.backward()
@@ -332,8 +329,8 @@ def test_the_ratios_of_sequences_are_gspos() -> None:
     torch.testing.assert_close(actual.output.loss, loss.detach(), rtol=1e-12, atol=0)
     assert_near(actual.gradients, expected, 1e-12)
 
-    head = OutputHead(of_page["weight"], of_page["bias"])
-    loss_of_page = names["gspo_loss"](of_page["hidden"], head, LABELS, old_T, sequence_T, advantages_N, 0.3, 0.4)
-    loss_of_page.backward()
-    torch.testing.assert_close(loss_of_page, loss, rtol=1e-12, atol=0)
-    assert_near({name: leaf.grad for name, leaf in of_page.items()}, expected, 1e-12)
+    head = OutputHead(shown["weight"], shown["bias"])
+    shown_loss = names["gspo_loss"](shown["hidden"], head, LABELS, old_T, sequence_T, advantages_N, 0.3, 0.4)
+    shown_loss.backward()
+    torch.testing.assert_close(shown_loss, loss, rtol=1e-12, atol=0)
+    assert_near({name: leaf.grad for name, leaf in shown.items()}, expected, 1e-12)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -135,7 +136,8 @@ def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text:
     (folder / f"{name}.py").write_text(text)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that the end of the test removes what it imports
+    del sys.modules[name]
 
 
 def assert_same_under_layouts(folder: Path) -> None:

@@ -20,8 +20,12 @@ from kit.documents import LINE, vanished, vanishing, with_odd_line
 from kit.layout_runs import LIMIT, assert_same_model, distill
 from kit.ranks import TORCHRUN, Ranks, run_ranks, under_torchrun
 from kit.runs import metrics, save_model, wait_for, write_run
+from transformers import LlamaConfig
 
+from stillhouse.config import ConfigError, StudentConfig, TeacherConfig
 from stillhouse.libraries import FEATURES, is_supported
+from stillhouse.parallel import Degrees, Layout
+from stillhouse.run.preflight import require_tensor_degrees
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +134,19 @@ REFUSED = {
     if is_supported("expert parallelism")
     else f"expert parallelism needs {' '.join(FEATURES['expert parallelism'][:2])} or later",
 }
+
+
+def test_a_tensor_degree_is_compared_with_the_configuration_alone(tmp_path: Path) -> None:
+    """The folder has no weights and no tokenizer."""
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 24, "intermediate_size": 12}
+    LlamaConfig(**sizes).save_pretrained(tmp_path)
+    student, teacher = StudentConfig(model=str(tmp_path)), TeacherConfig(model=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^parallel: tensor=2 does not divide the model's num_key_value_heads=3 "):
+        require_tensor_degrees(student, {}, {}, Layout(Degrees(tensor=2)))
+    own = {"teacher": Layout(Degrees(tensor=6))}
+    with pytest.raises(ConfigError, match=r"^teacher.parallel: tensor=6 does not divide the model's num_key_value_h"):
+        require_tensor_degrees(student, {"teacher": teacher}, own, Layout(Degrees(tensor=3)))
+    require_tensor_degrees(student, {"teacher": teacher}, {}, Layout(Degrees(tensor=3)))
 
 
 @pytest.mark.slow

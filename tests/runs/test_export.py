@@ -137,6 +137,17 @@ def test_the_card_of_a_run_with_several_sets_has_their_metrics_without_their_cou
     assert not any("tokens" in row for row in rows)
 
 
+def test_the_command_in_the_card_can_be_pasted(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained.parent)
+    run("export", f"{trained.name}/out", "--out", tmp_path / "made")
+    assert (
+        f"    stillhouse export {trained.name}/out --step 4 --out FOLDER\n"
+        in (tmp_path / "made/README.md").read_text()
+    )
+
+
 def test_the_objective_in_the_card_is_that_of_the_configuration(trained: Path, tmp_path: Path) -> None:
     """Whatever environment.json says; with a cache, whose signal is only known from there, it must fit."""
     shutil.copytree(trained / "out", tmp_path / "run")

@@ -1,7 +1,6 @@
 """What on-policy runs write beside the model: samples, timeline, metrics and the completions of check."""
 
 import re
-import socket
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +11,7 @@ from kit import slow
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import run_ranks
 from kit.runs import json_lines, metrics, run
+from kit.stub_servers import QuietHandler, listen
 
 from stillhouse.loops.greedy_evaluation import EvaluationContext
 from stillhouse.output.records import TimelineSpan
@@ -102,14 +102,25 @@ def prompts(folder: Path, function: str) -> str:
     return f"eval.prompts={{data: {folder}/eval.jsonl, max_new_tokens: 5, reward: {__name__}:{function}}}"
 
 
+class Describes(QuietHandler):
+    def do_GET(self) -> None:
+        self.reply(200, {"data": [{"id": "student", "owned_by": "vllm"}]})
+
+
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[list[str | Path]]:
-    """The arguments of a check of a run whose completions are written by a server, which only listens."""
+    """The arguments of a check of a run whose completions are written by a server, which only describes itself."""
     settings = {"objective.loss": "reverse_kl + policy_gradient", "rollout.reward": f"{__name__}:letters"}
     write_on_policy_run(tmp_path, **settings, **{"eval.task_tokens": 4})
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"rollout.url=http://127.0.0.1:{server.getsockname()[1]}"
-        yield ["check", tmp_path / "run.yaml", "rollout.engine=vllm", url]
+    server = listen(Describes)
+    yield [
+        "check",
+        tmp_path / "run.yaml",
+        "rollout.engine=vllm",
+        f"rollout.url=http://127.0.0.1:{server.server_port}",
+    ]
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.mark.parametrize("processes", [1, slow(2)])
@@ -130,7 +141,9 @@ def test_check_calls_each_function_of_the_run_once(tmp_path: Path, served: list[
         ("eval.callbacks=[HERE:perplexity]", "eval.callbacks: HERE:perplexity raises ZeroDivisionError: "),
         slow("rollout.environment=HERE:Refuses", "rollout.environment: HERE:Refuses.step raises RuntimeError: no mo"),
         slow("eval.prompts.reward=HERE:fails", "eval.prompts.reward: HERE:fails raises KeyError: 'answer' for the"),
-        slow("checkpoint.best=eval/text", "checkpoint.best: got eval/text, but the evaluation of step 0 has only"),
+        slow(
+            "checkpoint.best=eval/text", "checkpoint.best: got eval/text, but the evaluation of step 0 has only eval/"
+        ),
     ],
 )
 def test_check_fails_with_a_function_as_the_run_would(

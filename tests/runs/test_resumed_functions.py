@@ -11,7 +11,7 @@ import pytest
 from kit import slow
 from kit.on_policy_runs import rollout_figures, write_module, write_on_policy_run
 from kit.ranks import Ranks, run_ranks
-from kit.runs import contents, edit_json, metrics, refused, refused_runs, run, write_records, write_run
+from kit.runs import Command, contents, edit_json, metrics, refused, refused_runs, run, write_records, write_run
 from kit.signal_hooks import kill_at, signal_at
 
 from stillhouse.output.progress import read_state, write_state
@@ -140,7 +140,11 @@ def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def finished(processes: int, *arguments: Any, code: int = 0, **options: Any) -> str:
-    """Run a command to its end in new processes, and return what they print."""
+    """Run a command to its end in new processes, and return what they print. A single process has no launcher."""
+    if processes == 1:
+        command = Command(*arguments, **options)
+        assert command.wait() == code, command.err
+        return command.out + command.err
     ranks = Ranks(processes, *arguments, **options)
     assert set(ranks.wait()) == {code}, ranks.texts
     return ranks.texts
@@ -165,8 +169,11 @@ def test_a_killed_run_keeps_the_states_of_functions(tmp_path: Path, processes: i
     compared = r"warning: rollout\.reward: hooks:plain gives \S+ and later \S+ for the same arguments"
     assert len(re.findall(compared, shown)) == (not is_kept)
     assert shown.count("for the same arguments") == (not is_kept)
-    killed = Ranks(processes, *arguments, hook=signal_at, hook_arguments=(3, signal.SIGKILL))
-    assert -signal.SIGKILL in killed.wait(grace=2)
+    hook = {"hook": signal_at, "hook_arguments": (3, signal.SIGKILL)}
+    if processes == 1:
+        assert Command(*arguments, **hook).wait() == -signal.SIGKILL
+    else:
+        assert -signal.SIGKILL in Ranks(processes, *arguments, **hook).wait(grace=2)
     shown = finished(processes, *arguments)
     assert "resuming from" in shown
     assert "for the same arguments" not in shown  # the calls of a resumed run are those of the undisturbed one

@@ -112,8 +112,9 @@ def test_padding_rows_of_the_vocabulary_may_differ(tmp_path: Path, rows: int) ->
 @pytest.mark.parametrize(("changes", "layers", "text"), refused_runs("layers of the teacher"))
 def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], layers: Any, text: str) -> None:
     prepare_folder(tmp_path, **changes)
-    with pytest.raises(ConfigError, match=re.escape(text)):
+    with pytest.raises(ConfigError, match=re.escape(text)) as raised:
         session_of(tmp_path, **{"student.init": {"from": "teacher", "layers": layers}})
+    assert "family" not in changes or "the layer_types of the student are [" in str(raised.value)
 
 
 def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:

@@ -116,11 +116,15 @@ def test_a_shard_of_another_cache_is_refused(folder: Path, copied: Path, tmp_pat
 
 def test_a_cache_of_other_data_targets_or_temperature_is_refused(folder: Path, hidden: Path, tmp_path: Path) -> None:
     write_texts(tmp_path / "more.jsonl", records=41)
-    with pytest.raises(ConfigError, match=r"teacher.cache: .* lacks 1 of the 41 documents of data.train.*jsonl:41"):
+    with pytest.raises(
+        ConfigError, match=r"teacher.cache: .* lacks 1 of the 41 documents of data.train.*more\.jsonl:41"
+    ):
         gradients(folder, **cached(hidden), **{"data.train": str(tmp_path / "more.jsonl")})
     top_k = {"objective.loss": "forward_kl"}
     write_cache(write_run(folder, **top_k), tmp_path / "top_k", "top_k", top_k=3)
-    with pytest.raises(ConfigError, match=r"objective.temperature: got 2, but .* temperature 1: expected the same"):
+    with pytest.raises(
+        ConfigError, match=r"objective.temperature: got 2, but .* at temperature 1: expected the same"
+    ):
         gradients(folder, **cached(tmp_path / "top_k"), **top_k, **{"objective.temperature": 2.0})
 
 

@@ -6,13 +6,16 @@ import json
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from kit import slow
 from kit.runs import contents, forward_backward, metrics, run, session_of, write_records, write_run
 from kit.toy_tokenizer import toy_tokenizer
 
+from stillhouse import display
 from stillhouse.config import load_config
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import RunLog
@@ -121,7 +124,17 @@ def test_the_live_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyP
     last = terminal.getvalue().rstrip().rpartition("\r")[2]
     assert "2/4" in last
     assert "10,000 tokens/s, total 1.5000, forward_kl 1.2500" in last
-    assert re.search(r"\d\d:\d\d<\d\d:\d\d", last), "expected the elapsed and the remaining time"
+    assert re.search(r"\[\d\d:\d\d\].*, \d\d:\d\d left$", last), "expected the elapsed and the remaining time"
+
+
+def test_the_time_left_includes_the_runs_that_follow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(RunFolder(tmp_path), Progress(), 2, [], later_steps=10**9) as log:
+        for step in (1, 2):
+            log.train(step, step, FIGURES)
+    last = capsys.readouterr().out.splitlines()[-1]
+    hours = re.search(r"(\d+):\d\d:\d\d left for all runs", last)
+    assert hours, last
+    assert int(hours[1]) > 0
 
 
 def test_without_a_terminal_some_steps_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +147,18 @@ def test_without_a_terminal_some_steps_are_printed(tmp_path: Path, capsys: pytes
     assert first == "step 1/9: 10,000 tokens/s, total 1.5000, forward_kl 1.2500, rate 2e-05, gradient 0.712, ? left"
     assert last.startswith("step 9/9: 10,000 tokens/s, total 1.5000, forward_kl 1.2500, rate 2e-05, gradient 0.712, ")
     assert last.endswith("reward 0.125, length 1,312, waiting 31%, 00:00 left (not shown: 7 steps before this step)")
+
+
+@pytest.mark.parametrize(("rank", "seconds", "shown"), [("0", 1.0, "loading …\n"), ("0", 0.0, ""), ("1", 1.0, "")])
+def test_a_phase_is_named_if_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, seconds: float, shown: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(display, "SLOW_SECONDS", 0.5)
+    with display.named_if_slow("loading"):
+        time.sleep(seconds)
+    time.sleep(0.6)
+    assert capsys.readouterr().out == shown
 
 
 @pytest.mark.parametrize("kept", [0, 4])
@@ -149,48 +174,57 @@ def test_lines_after_the_checkpoint_and_half_lines_are_cut(tmp_path: Path, kept:
     assert [line["step"] for line in metrics(tmp_path)] == [*(0, 1, 2, 2)[:kept], 7]
 
 
-def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
-    """Each stage that may take minutes is named before it begins."""
+@pytest.mark.parametrize("compiles", [False, slow(True)])
+def test_check_shows_everything_and_leaves_nothing(tmp_path: Path, compiles: bool) -> None:
+    """Each stage that may take minutes is named before it begins, and the data are shown before models are loaded."""
     loss = "1e-4*cross_entropy + 0.7*jsd(0.5) - 0.01*entropy + 1e-4*z_loss"
     write_run(tmp_path, **{"objective.loss": loss, "data.train": str(tmp_path / "prompts.jsonl")})
     write_records(tmp_path / "prompts.jsonl", [{"prompt": "The still ", "completion": "is heated"}] * 3)
     before = contents(tmp_path)
-    shown = run("check", tmp_path / "run.yaml")
+    shown = run("check", tmp_path / "run.yaml", *["--compile"] * compiles)
     assert contents(tmp_path) == before
     assert not (tmp_path / "out").exists()
+    times = r"[\d.]+ s \([\d.]+ s the first time, when the loss is compiled\)"
+    times = times if compiles else r"[\d.]+ s when nothing is compiled"
     for line in (
         r"student +LlamaForCausalLM, [\d,]+ parameters, float32, head of 400 rows",
         r"teacher +Qwen3ForCausalLM, [\d,]+ parameters, float32, head of 400 rows",
         r"tokenizer +400 tokens, hash [0-9a-f]{12}, the same for student and teacher",
         r"data train +.*prompts.jsonl: 3 documents, ",
         r"data eval +.*eval.jsonl: 8 documents, ",
-        r"packing +\d+ sequences, \d+% full",
-        r"steps +6 of 4 sequences \(at most 32 tokens each\), 2 per micro-batch",
+        r"packing +\d+ sequences?, \d+% full",
+        r"steps +6, each with 4 sequences of at most 32 tokens, 2 per micro-batch",
         r"run folder +.*/out: a new run",
         r".*The still ⟦is heated</s>⟧",
-        r"one step +[\d,]+ tokens in [\d.]+ s \([\d.]+ s the first time, when the loss is compiled\), loss [\d.]+",
+        rf"one step +[\d,]+ tokens in {times}, loss [\d.]+",
         r"  cross_entropy +gradient norm [\d.e-]+",
         r"  jsd\(0\.5\) +gradient norm [\d.]+",
         r"  entropy +gradient norm [\d.e-]+",
     ):
         assert re.search(f"^{line}", shown.out, re.MULTILINE), line
-    checked = shown.out.splitlines()
+    # on a busy machine, phases that take longer than a second are named, too
+    slow_phases = ("loading student", "loading teacher", "proving ")
+    checked = [line for line in shown.out.splitlines() if not line.startswith(slow_phases)]
     stages = [number for number, line in enumerate(checked) if line.endswith(" …")]
-    assert [checked[number] for number in stages] == [
-        "reading the data …",
-        "loading the models …",
-        "running one step (sequences: 4, micro-batches: 2): the teacher's signals …",
-        "running one step (sequences: 4, micro-batches: 2): forward and backward; the loss is compiled …",
-        checked[stages[4]],
-        "running the same step with each of 4 losses alone …",
+    again = r"running the step again, with what was compiled in [\d.]+ s …"
+    size, now = "running one step (sequences: 4, micro-batches: 2)", "the loss is" if compiles else "nothing is"
+    expected = [
+        ("reading the data …", "data train "),
+        ("loading the models …", "student "),
+        (f"{size}: the teacher's signals …", "running one step"),
+        (f"{size}: forward and backward; {now} compiled …", "running the step" if compiles else "one step "),
+        *([(again, "one step ")] if compiles else []),
+        ("running the same step with each of 4 losses alone …", "  cross_entropy "),
     ]
-    assert re.fullmatch(r"running the step again, with what was compiled in [\d.]+ s …", checked[stages[4]])
-    followers = ["loading the models", "student ", "running one step", "running the step", "one step "]
-    followers += ["  cross_entropy "]
+    for at, (stage, follower) in zip(stages, expected, strict=True):
+        assert checked[at] == stage or (stage == again and re.fullmatch(again, checked[at]))
+        assert checked[at + 1].startswith(follower)
+    before_models = "\n".join(checked[: stages[1]])
+    assert all(f"\n{title} " in before_models for title in ("data train", "data eval", "packing", "steps", "sample"))
     assert re.search(r"^verdict +the gradient of cross_entropy is [\d,]+ times smaller than", shown.out, re.MULTILINE)
-    assert all(checked[at + 1].startswith(text) for at, text in zip(stages, followers, strict=True))
     if sys.platform == "linux":
-        assert re.search(r"^peak memory +[\d.]+ GiB, of which this step added [\d.]+ GiB", shown.out, re.MULTILINE)
+        memory = r"^peak memory +[\d.]+ GiB, of which this step added [\d.]+ GiB"
+        assert re.search(memory + ("; the" if compiles else ", when nothing is"), shown.out, re.MULTILINE)
 
 
 def test_check_shows_the_numbers_of_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

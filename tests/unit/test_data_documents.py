@@ -12,6 +12,7 @@ from kit.documents import ANSWER, EOS, QUESTION, load_records
 from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.data import DataError, Documents
+from stillhouse.data.read.messages import has_empty_answer
 
 CHAT = [QUESTION, ANSWER]
 
@@ -88,6 +89,33 @@ def test_long_completions_are_cut_and_counted(tmp_path: Path) -> None:
         f"{tmp_path}/train.jsonl: 2 documents, 16 tokens, 10 to predict, "
         "2 cut at the limit (14 tokens lost), 1 dropped without a token to predict"
     )
+
+
+def test_duplicates_and_empty_answers_are_counted_with_their_first_place(tmp_path: Path) -> None:
+    """A long text in pieces is no duplicate of itself; its copy counts once."""
+    long, path = {"text": "0123456789" * 3}, f"{tmp_path}/train.jsonl"
+    documents = load_records(tmp_path, [*numbered(2), long, numbered(2)[1], long, numbered(2)[1]], max_tokens=12)
+    report = documents.report
+    assert (report.kept, report.duplicates, report.empty_answers) == (6, 3, 0)
+    same = "it has the same content as {}, so this content counts more than once (such records: 3)"
+    assert report.warnings == [f"{path}:4: {same.format(f'{path}:2')}"]
+    assert ", 3 duplicates" in report.summary()
+    answers = [{"prompt": "0", "completion": text} for text in ("1", " ", "\n")]
+    spaces = load_records(tmp_path, answers).report
+    assert (spaces.kept, spaces.empty_answers) == (3, 2)
+    (warning,) = (line for line in spaces.warnings if "an answer has no text" in line)
+    assert warning.startswith(f"{path}:2: ")
+    assert warning.endswith("(such records: 2)")
+
+
+def test_an_empty_turn_of_the_assistant_is_counted_but_a_call_of_a_tool_is_no_empty_answer(tmp_path: Path) -> None:
+    question, call = {"role": "user", "content": "kl?"}, {"function": {"name": "f", "arguments": {}}}
+    turns = [{"content": "sum"}, {"content": ""}, {"content": None, "tool_calls": [call]}]
+    records = [{"messages": [question, {"role": "assistant", **turn}]} for turn in turns]
+    assert [has_empty_answer(record) for record in records] == [False, True, False]
+    report = load_records(tmp_path, records[:2], chat="plain").report
+    assert (report.kept, report.empty_answers) == (2, 1)
+    assert load_records(tmp_path, records[:2], chat="plain", prompts=True).report.empty_answers == 0
 
 
 def test_bad_records_stop_with_file_and_line_or_are_counted(tmp_path: Path) -> None:

@@ -275,9 +275,6 @@ def test_lines_of_csv_and_of_an_array(tmp_path: Path) -> None:
     assert records[1].problem == "expected an array of JSON objects, got a number (3) in it"
 
 
-ARRAY = "not a readable JSON array, from this record on: "
-
-
 @pytest.mark.parametrize(("call", "reason"), refused_calls("damaged files of records"))
 def test_damage_behind_which_no_record_can_be_found_stops_the_reading(tmp_path: Path, call: str, reason: str) -> None:
     kind, text, line = eval(call)

@@ -1,9 +1,10 @@
-"""docs/extending.md: every distribution is installed, every diff is applied, and the check of each, in
+"""examples/extending/: every distribution is installed, every diff is applied, and the check of each, in
 extending_checks.md, runs.
 """
 
 import re
 import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -19,57 +20,47 @@ from kit.toy_tokenizer import toy_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
-SCHEDULE = "A new pipeline schedule"
-
-
-def sections(page: Path) -> dict[str, str]:
-    parts = [part.partition("\n") for part in page.read_text(encoding="utf-8").split("\n## ")[1:]]
-    texts = {heading: text for heading, _, text in parts}
-    assert len(texts) == len(parts), "two sections have one heading, and only the last one would be tried"
-    return texts
-
-
-SECTIONS = sections(ROOT / "docs" / "extending.md")
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples" / "extending").iterdir())}
+SCHEDULE = EXAMPLES["pipeline_schedule"]
 CHECKS = {
-    heading: code
-    for heading, text in sections(Path(__file__).with_name("extending_checks.md")).items()
+    name: code
+    for part in Path(__file__).with_name("extending_checks.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    for name, _, text in [part.partition("\n")]
     for code in code_blocks(text, "python")
 }
-assert [*SECTIONS] == [*CHECKS, SCHEDULE]
+assert {*EXAMPLES} == {*CHECKS, SCHEDULE.stem}
 
 
-def apply(diff: str, root: Path) -> None:
-    """Apply a diff. Files begin with ---, hunks with @@; a hunk's old lines must be in the file exactly once."""
-    for name, hunks in re.findall(r"^--- (\S+)\n(.*?)(?=^--- |\Z)", diff, flags=re.DOTALL | re.MULTILINE):
-        path = root / name
-        for hunk in hunks.split("@@\n")[1:]:
-            lines = hunk.splitlines()
-            before = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("+"))
-            after = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("-"))
-            text = path.read_text(encoding="utf-8") if path.exists() else ""
-            assert text.count(before) == 1 if before else not text, (name, before)
-            path.write_text(text.replace(before, after) if before else after, encoding="utf-8")
-
-
-def extended_package(folder: Path, section: str) -> Path:
-    """Return a folder with a copy of the package, to which a section's diff is applied or beside which its
-    distribution is installed.
+def extended_package(folder: Path, example: Path) -> Path:
+    """Return a folder with a copy of the package, to which a diff is applied or beside which a distribution is
+    installed.
     """
     root = folder / "changed"
     shutil.copytree(ROOT / "stillhouse", root / "stillhouse", ignore=shutil.ignore_patterns("__pycache__"))
-    for diff in code_blocks(section, "diff"):
-        apply(diff, root)
-    for text in code_blocks(section, "toml"):
-        project = tomllib.loads(text)["project"]
-        modules = [code.removeprefix("# ").partition("\n") for code in code_blocks(section, "python")]
-        contents = {name: code for name, _, code in modules}
-        write_distribution(root, project["entry-points"], contents, project["name"])
+    if example.is_dir():
+        project = tomllib.loads((example / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        modules = {path.name: path.read_text(encoding="utf-8") for path in example.glob("*.py")}
+        write_distribution(root, project["entry-points"], modules, project["name"])
+    else:
+        subprocess.run(["git", "apply", str(example)], cwd=root, check=True)
     return root
 
 
-@pytest.mark.parametrize("heading", first_is_quick(CHECKS))
-def test_the_extension_is_installed_and_its_check_runs(tmp_path: Path, heading: str) -> None:
-    changed, code = extended_package(tmp_path, SECTIONS[heading]), CHECKS[heading]
+def test_the_page_leads_to_every_example_and_shows_one() -> None:
+    linked = re.findall(r"\]\(\.\./(examples/extending/[\w./]+)\)", PAGE)
+    assert sorted(path.split("/")[2] for path in linked) == sorted(path.name for path in EXAMPLES.values())
+    files = ("pyproject.toml", "hellinger.py", "hellinger_maths.py")
+    code = [(EXAMPLES["divergence"] / name).read_text(encoding="utf-8") for name in files]
+    assert code_blocks(PAGE, "toml") == code[:1]
+    assert code_blocks(PAGE, "python") == [
+        f"# {name}\n{text}" for name, text in zip(files[1:], code[1:], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", first_is_quick(CHECKS))
+def test_the_extension_is_installed_and_its_check_runs(tmp_path: Path, name: str) -> None:
+    changed, code = extended_package(tmp_path, EXAMPLES[name]), CHECKS[name]
     exit_code, errors = run_code(code, tmp_path, changed)
     assert exit_code == 0, errors
     # without the extension the check fails
@@ -79,7 +70,7 @@ def test_the_extension_is_installed_and_its_check_runs(tmp_path: Path, heading: 
 
 @pytest.mark.slow
 def test_a_new_schedule_has_the_gradients_of_one_process(tmp_path: Path) -> None:
-    changed = extended_package(tmp_path, SECTIONS[SCHEDULE])
+    changed = extended_package(tmp_path, SCHEDULE)
     for name, layers in (("student", 4), ("teacher", 6)):
         save_llama(tmp_path / name, layers)
     write_run(tmp_path)

@@ -33,6 +33,15 @@ data: {train: train.jsonl, eval: 0, max_tokens: 32}
 train: {tokens_per_step: 128, micro_batch_tokens: 64, steps: 2}
 out: runs/a
 """
+#: files of data whose first record cannot be used, by their names
+DATA = {
+    "broken.jsonl": '{"text": "a"\n{"text": "b"}\n',
+    "answers.jsonl": '{"question": "a", "answer": "b"}\n',
+    "empty.jsonl": "",
+    "prompts.jsonl": '{"prompt": "a"}\n',
+    "mixed/a.jsonl": '{"text": "a"}\n',
+    "mixed/b.jsonl": '{"prompt": "a", "completion": "b"}\n',
+}
 
 
 @pytest.fixture
@@ -41,6 +50,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "student" / "config.json").write_text("{}")
     (tmp_path / "run.yaml").write_text(RUN)
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    for name, text in DATA.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     (tmp_path / "mine.py").write_text("def accuracy(context): ...\n")
     (tmp_path / "typo.py").write_text("def f(context:\n")
     monkeypatch.chdir(tmp_path)
@@ -83,6 +95,17 @@ def test_all_mistakes_are_listed_once(folder: Path) -> None:
 def test_what_may_be_right_passes(folder: Path, override: str) -> None:
     check_local(load_config(folder / "run.yaml", [override]), ("data", "run"))
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.train=broken.jsonl", "data.on_error=skip"],
+        ["data.train=prompts.jsonl", "rollout.max_new_tokens=8", "objective.loss=reverse_kl"],
+    ],
+)
+def test_data_that_a_run_can_use_passes(folder: Path, overrides: list[str]) -> None:
+    check_local(load_config(folder / "run.yaml", overrides), ("data",))
 
 
 @pytest.mark.parametrize(

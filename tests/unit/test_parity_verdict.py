@@ -15,7 +15,7 @@ from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import Layout, single_process_runner
-from stillhouse.tools.parity import LEFT_OUT, Row, differences, layouts, left_out, worst
+from stillhouse.tools.parity import HEADER, LEFT_OUT, Row, differences, layouts, left_out, worst
 
 
 def test_a_nan_in_any_position_is_called_different() -> None:
@@ -43,6 +43,15 @@ def test_a_nan_in_any_position_is_called_different() -> None:
 def test_a_nan_is_the_worst_in_any_order(errors: tuple[float, ...]) -> None:
     assert math.isnan(worst(enumerate(errors))[1])
     assert worst(enumerate(error for error in errors if not math.isnan(error)))[1] == math.inf
+
+
+def test_the_reason_for_a_refused_layout_is_below_its_line_of_the_table() -> None:
+    row, *reason = str(Row("tensor 2", refused=f"{'the heads cannot be divided ' * 9}\nover 2 ranks")).splitlines()
+    assert row.split("  ")[-1] == "not possible:"
+    assert row.index("not possible") == HEADER.index("verdict")
+    assert len(reason) > 1
+    assert all(line.startswith("    ") and len(line) <= 118 for line in reason)
+    assert reason[-1].endswith("over 2 ranks")
 
 
 def test_keys_that_no_layout_here_has_are_named_if_they_are_set() -> None:

@@ -1,4 +1,4 @@
-"""The documents name files, modules, functions and tests that exist, README.md leads to them, and its code runs."""
+"""The documents name files, modules, functions and tests that exist, the site leads to them, and their code runs."""
 
 import ast
 import importlib
@@ -35,6 +35,7 @@ def test_every_row_names_its_proofs() -> None:
         rows = proof_rows((ROOT / page).read_text())
         assert most // 3 < len(rows) <= most
         assert all(row.proofs for row in rows)
+    assert len(re.findall(r"\]\([^)]+\)", README.partition("## Read on")[2])) == 8
 
 
 def test_the_numbers_of_the_page_are_true() -> None:
@@ -47,7 +48,6 @@ def test_the_numbers_of_the_page_are_true() -> None:
     assert f"{in_configurations} more in configurations" in proofs
     assert len(DIVERGENCES) == 7
     assert "seven\n[divergences]" in README
-    assert "Seven divergences" in README
     assert len(README.splitlines()) <= 100
 
 
@@ -187,11 +187,11 @@ def test_every_module_function_and_test_exists(document: str) -> None:
             assert not test or test in NAMES[path], f"{file}::{test}"
 
 
-def test_the_architecture_names_functions_and_the_readme_all_documents() -> None:
+def test_the_architecture_names_functions_and_the_site_all_documents() -> None:
     page = text_of("docs/architecture.md")
     rows = re.findall(r"^\| `([\w.]+)` \| `([\w/]+\.py)`", page, flags=re.MULTILINE)
     assert len(rows) == 15  # the walk of a micro-batch, and that of a sample
     assert [row for row in rows if row[0] not in NAMES[ROOT / "stillhouse" / row[1]]] == []
     known = set().union(*NAMES.values())
     assert [name for name in re.findall(r"`([A-Z]\w*[a-z]\w*(?:\.\w+)?)[`(]", page) if name not in known] == []
-    assert [name for name in DOCUMENTS[1:] if f"]({name})" not in text_of("README.md")] == []
+    assert [name for name in DOCUMENTS if f": {name}\n" not in text_of("mkdocs.yml")] == []

@@ -58,7 +58,9 @@ def test_add_ons_that_clash_or_are_damaged_are_named(tmp_path: Path, call: str, 
 
 def test_unknown_names_and_earlier_metadata_are_refused(tmp_path: Path) -> None:
     code = "from stillhouse.registry import load\nload('stillhouse.trackers', 'csv')"
-    error = "ValueError: got 'csv': expected one of mlflow, tensorboard, trackio, wandb; these are the installed tr"
+    error = (
+        "ValueError: got 'csv': expected one of mlflow, tensorboard, trackio, wandb; these are the installed trackers"
+    )
     assert error in run_python(code, ROOT).stderr
     write_distribution(tmp_path, CSV, {}, "stillhouse")
     done = run_python("import stillhouse.config", tmp_path, ROOT)

@@ -286,3 +286,39 @@ def test_every_metric_of_a_run_has_a_title(tmp_path):
     page = page_of(run)
     assert len(keys) > 25
     assert [title for title in page.titles if "/" in title] == ["memory/peak_bytes"]
+
+
+def write_metrics(run: Path, lines: list[dict[str, float]]) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_constant_metrics_are_folded_with_their_values(run_dir, tmp_path):
+    lines = [{"step": step, "train/learning_rate": 0.002, "later/metric": step} for step in (1, 2, 3)]
+    write_metrics(run_dir, lines)
+    page = page_of(run_dir)
+    assert page.titles == ["later/metric"] == [chart["title"].partition(": ")[2] for chart in page.data["charts"]]
+    assert "1 metric with a constant value: Learning rate" in page.text
+    assert "Learning rate: 0.002 per step" in page.text
+    other = make_run(tmp_path / "other")
+    write_metrics(other, [line | {"train/learning_rate": 0.5} for line in lines])
+    assert "Learning rate: distilled 0.002, other 0.5 per step" in page_of(run_dir, other).text
+    write_metrics(run_dir, lines[:1])  # one point may be the first of a curve
+    assert page_of(run_dir).titles == ["Learning rate", "later/metric"]
+
+
+def test_the_summary_begins_with_the_held_out_reward(run_dir):
+    rewards = {"rollout/reward": 0.1, "eval/cross_entropy": 2.0, "eval/prompts/reward": 0.25}
+    write_metrics(run_dir, [{"step": step, **rewards} for step in (0, 9)])
+    tiles = re.findall(r"<dt>(.*?)</dt>", page_of(run_dir).source)
+    assert tiles[:3] == ["Reward of completions", "Held-out cross-entropy", "Reward"]
+
+
+def test_a_run_without_a_teacher_has_no_empty_tiles_and_misses_no_tokens(run_dir):
+    config = (run_dir / "config.yaml").read_text()
+    (run_dir / "config.yaml").write_text(re.sub(r"^teacher:.*\n(?: .*\n)*", "teacher: null\n", config, flags=re.M))
+    (run_dir / "tokens.json").unlink()
+    write_metrics(run_dir, [{"step": step, "eval/cross_entropy": 2.0 - step} for step in (0, 1)])
+    page = page_of(run_dir)
+    assert "not measured" not in page.text.partition("Tokens")[0]
+    assert "agreement" not in page.text.partition("Configuration")[0].lower()
+    assert all(attributes.get("class") != "notes" for attributes in page.all("ul"))

@@ -288,9 +288,6 @@ def cut(name: str) -> Edit:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-9])
 
 
-ANOTHER = "trained on another base than the server's"
-
-
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Student(tmp_path_factory.mktemp("weights")).publish(7)

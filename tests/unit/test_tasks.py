@@ -104,7 +104,8 @@ def test_tasks_of_a_configuration() -> None:
 
 
 def test_the_file_is_training_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, held_out = tmp_path / "sums.jsonl", tmp_path / "held_out.jsonl"
+    folder = tmp_path / "new" / "folder"
+    out, held_out = folder / "sums.jsonl", folder / "held_out.jsonl"
     arguments = ["task", "sums", "--count", "50", "--seed", "3", "--lengths", "2:4"]
     assert cli.run([*arguments, "--out", str(out)]) == 0
     assert cli.run([*arguments, "--held-out", "--out", str(held_out)]) == 0
@@ -114,7 +115,7 @@ def test_the_file_is_training_data(tmp_path: Path, capsys: pytest.CaptureFixture
         {"prompt": row.prompt, "completion": row.answer, "task": "sums", "length": row.length} for row in expected
     ]
     assert all(is_held_out("sums", json.loads(line)["prompt"]) for line in held_out.read_text().splitlines())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["held_out.jsonl", "sums.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == ["held_out.jsonl", "sums.jsonl"]
     assert "50 problems" in capsys.readouterr().out
 
 

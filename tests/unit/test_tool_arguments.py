@@ -114,9 +114,9 @@ def test_text_that_is_no_json_object_is_refused(tmp_path: Path, form: str, call:
     text = eval(call)
     good, bad = ({"messages": [USER, message]} for message in (calls("{}"), calls(text, form)))
     message = (
-        r"train\.jsonl:2: 'arguments' of call 1 of message 2 of 'messages' is a string, but not the JSON of an obj"
+        r"train\.jsonl:2: 'arguments' of call 1 of message 2 of 'messages' is a string, but not the JSON of an object"
     )
-    with pytest.raises(DataError, match=rf"{message}.*\(.*{reason}"):
+    with pytest.raises(DataError, match=rf"{message} \(.*{reason}"):
         load_records(tmp_path, [good, bad], tokenizer("qwen2_5"), max_tokens=4096)
 
 

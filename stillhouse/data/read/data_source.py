@@ -8,6 +8,7 @@ import glob
 import os
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from stillhouse.data.read.arrow_readers import is_saved, read_hub, read_saved
@@ -78,6 +79,16 @@ def require_source(source: str) -> None:
     """Raise ValueError if `local_files` does, or if a source that is not on this machine cannot be a hub id."""
     if local_files(source) is None:
         _hub_id(os.path.expanduser(source))
+
+
+def first_records(source: str) -> list[Record] | None:
+    """The first record of each file of a source; None for hub ids and for folders that `datasets` has saved, because
+    the library that reads them takes seconds to import. Raises ValueError as `read_records` does.
+    """
+    files = local_files(source)
+    if files is None or is_saved(Path(os.path.expanduser(source))):
+        return None
+    return [record for file in files for record in islice(_read_file(file), 1)]
 
 
 def _hub_id(name: str) -> tuple[str, str | None, str]:

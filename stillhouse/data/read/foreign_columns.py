@@ -1,22 +1,25 @@
-"""Recognises the columns of ShareGPT and Alpaca, and converts their records to Stillhouse's record forms.
+"""Recognises the form of records by their columns, and converts records of ShareGPT and Alpaca to Stillhouse's forms.
 
     ShareGPT    conversations: [{from, value}, …], maybe system     becomes messages
     Alpaca      instruction, output, maybe input and system         become prompt and completion
 
-If the first record has the columns of one of Stillhouse's forms, the columns of other projects are ignored.
+If the first record has the columns of one of Stillhouse's forms, the columns of other projects are ignored. This file
+does not import transformers, so that a command refuses data without usable columns before it imports torch.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stillhouse.data.read.messages import MASKS, OTHER_ROLES
 from stillhouse.data.record import RecordError, string_value, value_in_words
 from stillhouse.display import name_list
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Fields = dict[str, Any]
+EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
 #: roles by ShareGPT's value of `from`
 ROLES = OTHER_ROLES | {role: role for role in ("system", "user", "assistant")}
 _WITH_INPUT = (
@@ -42,23 +45,61 @@ def own_forms(fields: Fields, *, prompts: bool) -> list[tuple[str, ...]]:
     return [form for form in forms if set(form) <= set(fields)]
 
 
-def foreign_columns(fields: Fields, tokenizer: PreTrainedTokenizerBase, *, prompts: bool) -> ForeignColumns | None:
+def form_of(fields: Fields, *, prompts: bool) -> tuple[str, ...]:
+    """The columns of the only form that a record has. prompts: whether only prompts are read.
+
+    Raises ValueError if the columns match none or several of the forms.
+    """
+    forms = own_forms(fields, prompts=prompts)
+    if len(forms) == 1:
+        return forms[0]
+    kind = f"{'ambiguous' if forms else 'no usable'} columns: found {name_list(fields)}"
+    if prompts:
+        raise ValueError(f"{kind}; expected one of 'prompt' or 'messages'")
+    if forms:
+        raise ValueError(f"{kind}; expected only one of {EXPECTED_COLUMNS}")
+    if "prompt" in fields:
+        raise ValueError(
+            f"prompts without completions: found {name_list(fields)}; expected a column 'completion'; prompts "
+            "alone are enough only for eval.prompts.data, and for data.train of a run whose student writes all "
+            "completions (section rollout with share=1)"
+        )
+    expected = f"expected {EXPECTED_COLUMNS} (or the columns of ShareGPT or Alpaca)"
+    raise ValueError(f"{kind}; {expected}; rename the columns in the data, because no key renames them")
+
+
+def needed_columns(fields: Fields, *, prompts: bool) -> tuple[str, ...]:
+    """The columns that all records must have if this is the first record: those of its form, or of another project's.
+
+    Raises ValueError as `form_of` and `foreign_columns` do.
+    """
+    columns = () if own_forms(fields, prompts=prompts) else _columns_elsewhere(fields, prompts=prompts)
+    return columns or form_of(fields, prompts=prompts)
+
+
+def _columns_elsewhere(fields: Fields, *, prompts: bool) -> tuple[str, ...]:
+    """The columns of ShareGPT or Alpaca that a record has; () if it has neither. Raises ValueError if it has both."""
+    alpaca = ("instruction",) if prompts else ("instruction", "output")
+    is_alpaca = set(alpaca) <= set(fields)
+    if "conversations" not in fields:
+        return alpaca if is_alpaca else ()
+    if is_alpaca:
+        raise ValueError(
+            f"ambiguous columns: found {name_list(fields)}; expected either 'conversations' (ShareGPT) or "
+            "'instruction' and 'output' (Alpaca)"
+        )
+    return ("conversations",)
+
+
+def foreign_columns(fields: Fields, tokenizer: "PreTrainedTokenizerBase", *, prompts: bool) -> ForeignColumns | None:
     """The conversion for a dataset, chosen by the fields of its first record; None if no conversion is known.
 
     prompts: whether only prompts are read. Raises ValueError if the record has the columns of ShareGPT and of Alpaca.
     """
-    if own_forms(fields, prompts=prompts):
+    if own_forms(fields, prompts=prompts) or not (columns := _columns_elsewhere(fields, prompts=prompts)):
         return None
-    is_alpaca = "instruction" in fields and (prompts or "output" in fields)
-    if "conversations" in fields:
-        if is_alpaca:
-            raise ValueError(
-                f"ambiguous columns: found {name_list(fields)}; expected either 'conversations' (ShareGPT) or "
-                "'instruction' and 'output' (Alpaca)"
-            )
+    if columns == ("conversations",):
         return ForeignColumns("ShareGPT columns read as messages", _from_sharegpt)
-    if not is_alpaca:
-        return None
     as_chat = bool(tokenizer.chat_template)
     form = "a user's message and its answer" if as_chat else "prompt and completion, in Alpaca's own template"
     return ForeignColumns(f"Alpaca columns read as {form}", partial(_from_alpaca, as_chat=as_chat, prompts=prompts))

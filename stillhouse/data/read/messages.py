@@ -6,7 +6,7 @@ image part without a value gets the next image of the record's column of images 
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -229,3 +229,18 @@ def _parameters(tool: dict[str, Any]) -> tuple[set[str], set[str]]:
     parameters = tool["function"].get("parameters")
     parameters = parameters if isinstance(parameters, dict) else {}
     return set(parameters.get("properties") or {}), set(parameters.get("required") or [])
+
+
+def has_empty_answer(fields: Mapping[str, Any]) -> bool:
+    """Whether a record has an answer without text: a completion, or an assistant turn with neither text nor a call of
+    a tool nor another key.
+    """
+    answer = fields.get("completion", fields.get("messages"))
+    if not isinstance(answer, list):
+        return isinstance(answer, str) and not answer.strip()
+    return any(
+        message.get("role") == "assistant"
+        and not text_of(message | {"content": message.get("content") or ""}).strip()
+        and not any(value for key, value in message.items() if key not in ("role", "content"))
+        for message in answer
+    )

@@ -14,13 +14,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.media import MediaProcessor
-from stillhouse.data.read.foreign_columns import foreign_columns, own_forms
+from stillhouse.data.read.foreign_columns import foreign_columns, form_of, own_forms
 from stillhouse.data.read.messages import Tools
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.templates import StringTemplate, Targets, Template
-from stillhouse.display import name_list
-
-EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
 
 
 def template_for(
@@ -37,22 +34,7 @@ def template_for(
     Raises ValueError if the columns match none or several of the forms, or if the tokenizer lacks something that the
     form needs: an end-of-sequence token, a chat template, or character offsets.
     """
-    forms = own_forms(fields, prompts=targets == "none")
-    if len(forms) != 1:
-        kind = f"{'ambiguous' if forms else 'no usable'} columns: found {name_list(fields)}"
-        if targets == "none":
-            raise ValueError(f"{kind}; expected one of 'prompt' or 'messages'")
-        if forms:
-            raise ValueError(f"{kind}; expected only one of {EXPECTED_COLUMNS}")
-        if "prompt" in fields:
-            raise ValueError(
-                f"prompts without completions: found {name_list(fields)}; expected a column 'completion'; prompts "
-                "alone are enough only for eval.prompts.data, and for data.train of a run whose student writes all "
-                "completions (section rollout with share=1)"
-            )
-        expected = f"expected {EXPECTED_COLUMNS} (or the columns of ShareGPT or Alpaca)"
-        raise ValueError(f"{kind}; {expected}; rename the columns in the data, because no key renames them")
-    columns = forms[0]
+    columns = form_of(fields, prompts=targets == "none")
     if columns == ("prompt",) and "completion" in fields:
         # A document's key is a hash of these columns. It must not depend on whether the completion is read.
         columns = ("prompt", "completion")

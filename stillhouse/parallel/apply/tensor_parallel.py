@@ -103,11 +103,7 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
             f"the tensor-parallel plan of {model_type} uses {', '.join(unknown)}, but this package "
             f"supports only {', '.join(STYLES)}: expected parallel.tensor=1"
         )
-    if size := facts.indivisible_size(MATRIX_SIZES, degree):
-        raise ValueError(
-            f"tensor={degree} does not divide the model's {size[0]}={size[1]} ({model_type}): "
-            "expected a divisor of this size"
-        )
+    require_divisor(config, degree)
     if facts.mixes_columns:
         raise ValueError(
             f"{model_type} chooses activations by their mean over all columns of a matrix "
@@ -121,6 +117,18 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
         )
     _require_planned_heads(decoder, plan)
     return plan
+
+
+def require_divisor(config: Any, degree: int) -> None:
+    """Raise ValueError unless the tensor degree divides the heads and widths of a model.
+
+    config: the configuration of its language model.
+    """
+    if size := ModelFacts(config).indivisible_size(MATRIX_SIZES, degree):
+        raise ValueError(
+            f"tensor={degree} does not divide the model's {size[0]}={size[1]} (model type '{config.model_type}'): "
+            "expected a divisor of this size"
+        )
 
 
 def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:

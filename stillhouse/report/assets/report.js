@@ -97,12 +97,12 @@
         const swatch = element("i", "swatch" + (chart.sides.indexOf(series.side) > 0 ? " dashed" : ""));
         swatch.dataset.run = series.run;
         item.append(swatch);
-        if (series.side) item.append(element("span", "side", series.side));
         if (data.runs.length > 1) {
           const name = element("span", "run-name", data.runs[series.run]);
           name.title = data.runs[series.run];
           item.append(name);
         }
+        if (series.side) item.append(element("span", "side", series.side));
       }
       const value = element("b");
       item.append(value);

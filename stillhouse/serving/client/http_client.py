@@ -18,6 +18,8 @@ from stillhouse.display import escaped, first_line
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
+#: statuses after which a request is repeated: the server is overloaded, starts, or has lost its backend
+BUSY = frozenset({408, 425, 429, 502, 503, 504})
 #: the maximum number of bytes of an answer that describes the server
 MOST_BYTES = 16 * 2**20
 #: a log-probability in JSON. NaN and +∞ are refused, but not −∞; because of rounding, a value may be slightly above 0

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from stillhouse.config.servers import ServerError
 from stillhouse.display import first_line
 from stillhouse.serving import JSON, SAFETENSORS
-from stillhouse.serving.client.http_client import MOST_BYTES, HttpAnswer, HttpClient, NoAnswerError
+from stillhouse.serving.client.http_client import BUSY, MOST_BYTES, HttpAnswer, HttpClient, NoAnswerError
 
 T = TypeVar("T")
 #: sends a request with a path and a body to one server, and returns the answer, even if its status is an error. The
@@ -34,9 +34,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 MAX_BAD_ANSWERS = 5
 #: seconds without an answer before a line is printed about the wait
 QUIET_SECONDS = 2.0
-#: statuses after which a request is repeated. `_BUSY`: the server is overloaded, restarts or has lost its backend.
-#: `_BROKEN`: the server could not process the request
-_BUSY, _BROKEN = frozenset({408, 425, 429, 502, 503, 504}), 500
+#: the status after which a request is repeated, although the server could not process it
+_BROKEN = 500
 _GIVEN_UP = "the request was given up, because the run ends"
 
 
@@ -49,9 +48,7 @@ class RefusedError(ValueError):
 
 
 class AskAgainError(ValueError):
-    """`ServerRequest.parse` raises this error for a complete answer that cannot be used. The request is sent again,
-    and the answer does not count as a failure of the server.
-    """
+    """Raised by `ServerRequest.parse` for an unusable answer: the request is repeated, the server has not failed."""
 
 
 class _TryAgainError(Exception):
@@ -200,15 +197,17 @@ class ServerPool:
         return self._start(lambda: self._answered(call, self.servers, self.timeout))
 
     def asker(self, url: str, patience: float | None = None, most_bytes: int = MOST_BYTES) -> Ask:
-        """Return a function that sends requests to one server, and repeats a request while the server starts or is
-        busy.
+        """Return a function that sends requests to one server, and repeats them while the server starts or is busy.
 
-        patience: the seconds after which the function raises UnreachableError. If it is None, the pool's timeout is
-        used.
+        patience: the seconds after which the function raises UnreachableError; None: the pool's timeout.
         most_bytes: the maximum number of bytes of an answer.
         """
         root, seconds = url.rstrip("/"), self.timeout if patience is None else patience
         return lambda path, body: self._wait(lambda: self._ask(root, path, body, seconds, most_bytes))
+
+    def get_once(self, url: str, path: str, seconds: float) -> HttpAnswer:
+        """Send one GET request. Raises NoAnswerError without an answer in time, ServerError for an unusable one."""
+        return self._wait(lambda: self._one_answer(url, path, None, JSON, seconds))
 
     def close(self) -> None:
         """End the requests in progress; later requests raise ServerError."""
@@ -251,17 +250,13 @@ class ServerPool:
         kind = SAFETENSORS if isinstance(body, bytes) else JSON
         while True:
             try:
-                async with asyncio.timeout(max(FIRST_PAUSE, started + limit - time.monotonic())):
-                    answer = await self._client.send(server, path, content, kind, most_bytes)
-                if answer.status not in _BUSY:
+                left = started + limit - time.monotonic()
+                answer = await self._one_answer(server, path, content, kind, left, most_bytes)
+                if answer.status not in BUSY:
                     return answer
                 problem = f"{answer.status} {answer.message}"
-            except TimeoutError:
-                problem = "its answer does not end"
             except NoAnswerError as error:
                 problem = str(error)
-            except ValueError as error:
-                raise ServerError(f"{url}: {error}") from error
             waited = time.monotonic() - started
             if waited > patience:
                 raise UnreachableError(f"{url} has not answered for {patience:g} seconds ({problem})")
@@ -269,6 +264,17 @@ class ServerPool:
                 self._warn(f"waiting up to {patience:g} seconds for {url} ({problem})")
                 announced = True
             await asyncio.sleep(min(1.0, patience / 10))
+
+    async def _one_answer(
+        self, server: str, path: str, content: bytes | None, kind: str, seconds: float, most_bytes: int = MOST_BYTES
+    ) -> HttpAnswer:
+        try:
+            async with asyncio.timeout(max(FIRST_PAUSE, seconds)):
+                return await self._client.send(server, path, content, kind, most_bytes)
+        except TimeoutError as error:
+            raise NoAnswerError("its answer does not end") from error
+        except ValueError as error:
+            raise ServerError(f"{server}{path}: {error}") from error
 
     async def _answered(self, call: ServerRequest[T], servers: Sequence[Server], timeout: float) -> T:
         """Send a request to one server after another until a server answers, and return the result."""
@@ -361,7 +367,7 @@ class ServerPool:
         finally:
             del server.limits[limit]
         problem = f"{answer.status} {answer.message}"
-        if answer.status in _BUSY:
+        if answer.status in BUSY:
             text = answer.headers.get("retry-after", "")
             pause = min(60.0, float(text)) if text.isdecimal() else 0.0 if answer.status == 429 else None
             raise _TryAgainError(problem, pause=pause)

@@ -30,7 +30,7 @@ from transformers import AutoConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.config import ConfigError, TeacherConfig, as_config_error
-from stillhouse.config.servers import server_kinds, server_token
+from stillhouse.config.servers import server_token, signal_kinds
 from stillhouse.data import DataError, Documents
 from stillhouse.data.media import MediaInputs
 from stillhouse.data.render.tokenizers import MAX_IDS
@@ -39,6 +39,7 @@ from stillhouse.libraries import reading
 from stillhouse.models import Decoder, model_fingerprint
 from stillhouse.models.families import text_config
 from stillhouse.models.weight_files import json_object, named_weights, weight_files
+from stillhouse.output.cached_folder import cache_root
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.serving.client.http_client import HttpAnswer
 from stillhouse.serving.client.pool import ServerPool, ServerRequest
@@ -215,8 +216,7 @@ def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
     if "config.json" not in info.files or HEAD_FILE not in info.files:
         raise ValueError(f"{info.url} offers {sorted(info.files)}: expected config.json and {HEAD_FILE} among them")
     table = json.dumps(sorted(info.files.items())).encode()
-    root = Path(os.environ.get("STILLHOUSE_CACHE", "~/.cache/stillhouse")).expanduser()
-    folder = root / "teachers" / hashlib.sha256(table).hexdigest()[:32]
+    folder = cache_root() / "teachers" / hashlib.sha256(table).hexdigest()[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
     # the largest possible head: float64, with a bias
     most_bytes = MOST_FILE_BYTES + 8 * (info.vocabulary or 0) * ((info.width or 0) + 1)
@@ -288,13 +288,10 @@ def _connected(
     pool: ServerPool, teacher: TeacherConfig, temperature: float, model_folder: Path | None
 ) -> RemoteSignals:
     urls = [server.url for server in pool.servers]
-    # a gateway may answer the routes of several kinds of servers; the kind with the most signals is tried first
-    kinds = [kind for kind in server_kinds().values() if getattr(kind, "signals", ())]
-    kinds.sort(key=lambda kind: -len(kind.signals))
-    apis: Iterable[ServerApi] = (kind.api() for kind in kinds if teacher.api in ("auto", kind.name))
+    apis: Iterable[ServerApi] = (kind.api() for kind in signal_kinds(teacher.api))
     api = next((api for api in apis if teacher.api != "auto" or api.recognises(pool.asker(urls[0]))), None)
     if api is None:
-        names = ", ".join(kind.name for kind in kinds)
+        names = ", ".join(kind.name for kind in signal_kinds("auto"))
         raise ValueError(f"{urls[0]} is not a server of a known kind: expected {names}")
     for url in urls:
         if other := api.other_version(pool.asker(url)):

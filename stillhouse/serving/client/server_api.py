@@ -170,6 +170,8 @@ class ServerApi(Protocol):
 
     def recognises(self, ask: Ask) -> bool:
         """Whether the server is of this kind."""
+        answer = ask(self.kind.description_path, None)
+        return self.kind.is_described_by(answer.status, answer.text)
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
         """Request the server's description. Raises ValueError if the server does not answer as expected."""

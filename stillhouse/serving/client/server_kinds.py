@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from stillhouse.config.rule import Rule, excludes
-from stillhouse.config.servers import ServerKind
+from stillhouse.config.servers import ServerKind, server_token, signal_kinds
 from stillhouse.config.signal_source_kind import SourceKind
 
 
@@ -23,6 +24,9 @@ class HttpServer(ServerKind):
     over_all_tokens: for error messages, the description of a server of this kind that gives log-probabilities over
         the whole vocabulary at temperature 1; "" if the messages should not recommend such a server.
     tells_tokenizer: whether the server's tokenizer can be compared with the student's.
+    description_path, description_mark: the path of the server's description, and a text in this description, without
+        spaces, by which a server of this kind is recognised. If they are empty, commands do not ask the server before
+        they load models.
     """
 
     signals: tuple[str, ...] = ()
@@ -32,6 +36,20 @@ class HttpServer(ServerKind):
     after_temperature: str = ""
     over_all_tokens: str = ""
     tells_tokenizer: bool = True
+    description_path: str = ""
+    description_mark: str = ""
+
+    def is_described_by(self, status: int, text: str, *, is_only: bool = False) -> bool:
+        """Whether this answer to a request for `description_path` is that of a server of this kind. is_only: whether
+        the user has named the kind, so that any JSON object is accepted, such as that of a gateway.
+        """
+        is_marked = bool(self.description_mark) and self.description_mark in text.replace(" ", "")
+        return status == 200 and (is_marked or (is_only and text.lstrip().startswith("{")))
+
+    def require_server(self, url: str, token: str | None, seconds: float) -> None:
+        from stillhouse.serving.client.probe import require_kind
+
+        require_kind(url, [self], token, seconds)
 
     def api(self, *, is_tied: bool = False) -> Any:
         """Make the `ServerApi`. is_tied: see `ServerApi`."""
@@ -51,6 +69,12 @@ class _KnownServer(HttpServer):
 
         return {kind.name: kind for kind in (StillhouseApi, VllmApi, SglangApi)}[self.name](is_tied=is_tied)
 
+    def require_reward_server(self, url: str, token: str | None, seconds: float) -> None:
+        from stillhouse.serving.client.probe import require_http
+
+        root = "{0.scheme}://{0.netloc}".format(urlsplit(url))
+        require_http(root, url.removeprefix(root) or "/", token, seconds)
+
     def open_reward(self, url: str, name: str, timeout: float, warn: Any, token: str | None) -> Any:
         from stillhouse.serving.client.reward_server import RewardServer
 
@@ -66,12 +90,16 @@ STILLHOUSE = _KnownServer(
     signals=("hidden", "top_k", "chosen", "sampled"),
     any_temperature=True,
     counts_next=False,
+    description_path="/v1/info",
+    description_mark='"stillhouse"',
     hint="expected a server that was started with stillhouse serve MODEL --generate",
 )
 VLLM = _KnownServer(
     "vllm",
     "vLLM",
     signals=("hidden", "top_k", "chosen"),
+    description_path="/v1/models",
+    description_mark='"owned_by":"vllm"',
     hint="expected vLLM 0.30 or later, started with --enable-scale-out",
     after_temperature="a vLLM that was started with --logprobs-mode processed_logprobs",
     over_all_tokens="a vLLM that was started without --logprobs-mode processed_logprobs",
@@ -80,6 +108,8 @@ SGLANG = _KnownServer(
     "sglang",
     "SGLang",
     signals=("hidden", "top_k"),
+    description_path="/get_model_info",
+    description_mark='"model_path"',
     hint="expected SGLang 0.5 or later",
     after_temperature="an SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB",
     tells_tokenizer=False,
@@ -94,6 +124,12 @@ class _Servers(SourceKind):
             lambda prove, model: prove == "always" and model is None,
             "auto, or the key teacher.model with the weights to compare with",
         )
+
+    def require_server(self, section: str, teacher: Any, url: str, seconds: float) -> None:
+        from stillhouse.serving.client.probe import require_kind
+
+        token = server_token(f"{section}.token_variable", teacher.token_variable)
+        require_kind(url, signal_kinds(teacher.api), token, seconds)
 
     def open(self, section: str, teacher: Any, objective: Any, batch_tokens: int) -> Any:
         from stillhouse.serving.client.served_teacher import connect

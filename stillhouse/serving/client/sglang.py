@@ -81,10 +81,6 @@ class SglangApi(ServerApi):
     unknown_adapter = 400
     adapter_routes = ""
 
-    def recognises(self, ask: Ask) -> bool:
-        answer = ask("/get_model_info", None)
-        return answer.status == 200 and '"model_path"' in answer.text
-
     def describe(self, ask: Ask, url: str) -> ServerInfo:
         return ServerInfo(url, ask_description(_ModelInfo, ask, "/get_model_info", self.kind.title).model_path)
 

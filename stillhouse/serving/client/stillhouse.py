@@ -63,8 +63,8 @@ class StillhouseApi(VllmApi):
     names_adapters = False
 
     def recognises(self, ask: Ask) -> bool:
-        answer = ask("/v1/info", None)
-        return answer.status in (401, 403) or (answer.status == 200 and '"stillhouse"' in answer.text)
+        # a server that refuses the token is of this kind until `describe` reports the token
+        return ask(self.kind.description_path, None).status in (401, 403) or super().recognises(ask)
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
         info = ask_description(_Info, ask, "/v1/info", self.kind.title)

@@ -125,10 +125,6 @@ class VllmApi(ServerApi):
     name = "vllm"
     path = _GENERATE
 
-    def recognises(self, ask: Ask) -> bool:
-        answer = ask("/v1/models", None)
-        return answer.status == 200 and '"owned_by":"vllm"' in answer.text.replace(" ", "")
-
     def describe(self, ask: Ask, url: str) -> ServerInfo:
         model = ask_description(_FirstModel, ask, "/v1/models", self.kind.title)
         return ServerInfo(url, model.id, max_tokens=model.max_model_len)

@@ -53,17 +53,20 @@ def bound(host: str, port: int) -> socket.socket:
 class HttpThread:
     """Runs uvicorn in a separate thread, where uvicorn installs no signal handlers. The main thread calls `end`.
 
+    Every request gets the status 503 until `serve` is called, so that clients know that the server loads its model.
+
     Raises OSError if another process already listens on the address. Binding alone would not detect that process.
     """
 
-    def __init__(self, app: ASGIApp, bound_socket: socket.socket):
+    def __init__(self, bound_socket: socket.socket):
+        self.address, self._room = bound_socket.getsockname()[:2], Room()
         try:
             bound_socket.listen(BACKLOG)
         except OSError as error:
-            host, port = bound_socket.getsockname()[:2]
+            host, port = self.address
             raise OSError(f"host {host}, port {port} cannot be used: {error}") from error
         config = uvicorn.Config(
-            Room(app),
+            self._room,
             http=Connection,
             log_level="warning",
             access_log=False,
@@ -79,6 +82,10 @@ class HttpThread:
         self.thread.start()
         while not self._server.started and self.thread.is_alive():
             time.sleep(0.01)
+
+    def serve(self, app: ASGIApp) -> None:
+        """Let an application answer all later requests."""
+        self._room.app = drained(app)
 
     def end(self) -> None:
         self._server.should_exit = True
@@ -183,6 +190,11 @@ def drained(app: ASGIApp) -> ASGIApp:
     return answer
 
 
+async def _loading(scope: Scope, receive: Receive, send: Send) -> None:
+    error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "the model is being loaded", headers={"Retry-After": "1"})
+    await error.response()(scope, receive, send)
+
+
 class _UnreadError(Exception):
     """The client does not read its answer."""
 
@@ -195,8 +207,8 @@ class Room:
     or if the client does not read. The connection of a client that does not read is closed.
     """
 
-    def __init__(self, app: ASGIApp):
-        self._app = drained(app)
+    def __init__(self) -> None:
+        self.app = drained(_loading)
         #: the current number of requests that are accepted (False) and that are being refused (True)
         self._requests = {False: 0, True: 0}
 
@@ -209,7 +221,7 @@ class Room:
                 raise _UnreadError from error
 
         has_room = self._requests[False] < most_connections() - SPARE or scope["path"] in OPEN_PATHS
-        answer, is_refused = self._app, not has_room
+        answer, is_refused = self.app, not has_room
         if is_refused:
             headers = {"Retry-After": "1", "Connection": "close"}
             error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at a time", headers=headers)

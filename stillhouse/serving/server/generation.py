@@ -24,6 +24,7 @@ from starlette.concurrency import run_in_threadpool
 
 from stillhouse.data import check_vocabulary, load_tokenizer
 from stillhouse.data.media import DocumentMedia
+from stillhouse.gguf.plain_folder import plain_folder
 from stillhouse.models import NotFiniteError, model_fingerprint
 from stillhouse.parallel import choose_device, local_folder
 from stillhouse.rollout.generate import Generator, check_generation
@@ -83,7 +84,7 @@ class CompletionWriter:
 
     def __init__(self, options: ModelOptions, batch_tokens: int, weights_root: Path | None = None):
         self.name, device = options.name, choose_device(options.device)
-        source = local_folder(options.name, options.revision)
+        source = local_folder(plain_folder(options.name), options.revision)
         self._tokenizer = load_tokenizer(source)
         decoder = options.load(source, device, "model", takes_adapters=True)
         check_vocabulary(self._tokenizer, decoder.vocabulary_rows, "model")

@@ -6,7 +6,6 @@ answers the accepted requests, and ends with exit code 0. A second signal ends t
 """
 
 import gc
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -85,30 +84,34 @@ def run_server(
     if deterministic:
         use_deterministic_algorithms()
     queue_tokens = queue_tokens or 16 * batch_tokens
-    # bind the address before the model is loaded, so that a port in use is reported at once
-    sockets = [bound(host, port)] if is_first() else []
-    with TemporaryDirectory(prefix="stillhouse-serve-") as folder:
-        role: Role
-        if generate:
-            role = CompletionWriter(model, batch_tokens, weights_root)
-        else:
-            role = ServedTeacher(model, Path(folder) / "teacher", batch_tokens, queue_tokens, max_top_k)
-        wait_for_all()  # if a rank cannot load the model, the command must end before it prints that it is ready
-        watchdog.enter("serving", timed=False)
-        queue = RequestQueue(batch_tokens, queue_tokens, lambda: bool(requested()), deterministic=deterministic)
-        with finishing("the requests that were accepted"):
-            if is_first():
-                _run(role, queue, sockets[0], token)
-            elif isinstance(role, ServedTeacher):  # only a teacher may have several processes
-                role.follow()
-        destroy_process_group()
+    # listen before the model is loaded, so that a port in use is reported at once, and clients wait for this server
+    http = HttpThread(bound(host, port)) if is_first() else None
+    try:
+        with TemporaryDirectory(prefix="stillhouse-serve-") as folder:
+            role: Role
+            if generate:
+                role = CompletionWriter(model, batch_tokens, weights_root)
+            else:
+                role = ServedTeacher(model, Path(folder) / "teacher", batch_tokens, queue_tokens, max_top_k)
+            wait_for_all()  # if a rank cannot load the model, the command must end before it prints that it is ready
+            watchdog.enter("serving", timed=False)
+            queue = RequestQueue(batch_tokens, queue_tokens, lambda: bool(requested()), deterministic=deterministic)
+            with finishing("the requests that were accepted"):
+                if http is not None:
+                    _run(role, queue, http, token)
+                elif isinstance(role, ServedTeacher):  # only a teacher may have several processes
+                    role.follow()
+            destroy_process_group()
+    finally:
+        if http is not None:
+            http.end()
 
 
-def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str | None) -> None:
+def _run(role: Role, queue: RequestQueue, http: HttpThread, token: str | None) -> None:
     """On the first process, answer requests until the server must end."""
-    host, port = listening.getsockname()[:2]
+    host, port = http.address
     application = Application(role, queue, token, host)
-    server = HttpThread(application.api, listening)
+    http.serve(application.api)
     for line in role.description:
         log_rank0(line)
     shown = f"[{host}]" if ":" in host else host
@@ -120,7 +123,7 @@ def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str |
             is_last = queue.is_draining
             if is_last:
                 queue.drain()  # after this line, no request enters the queue, so an empty queue stays empty
-            if not server.thread.is_alive():
+            if not http.thread.is_alive():
                 raise RuntimeError("the HTTP thread has ended")
             role.between_batches()
             if batch := queue.next_batch(LOOK_SECONDS):
@@ -131,7 +134,7 @@ def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str |
         queue.wait_until_answered(LAST_SECONDS)
     finally:
         queue.fail_all(RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server ends because of an error"))
-        server.end()
+        http.end()
 
 
 def _compute(application: Application, batch: Sequence[Item], failures: int) -> int:

@@ -21,6 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from stillhouse.data import check_vocabulary, load_tokenizer
+from stillhouse.gguf.plain_folder import plain_folder
 from stillhouse.hashing import folder_hashes
 from stillhouse.models import Decoder, ProofError, check_finite_weights, model_fingerprint, quantized_identity
 from stillhouse.models.document_packing import PackingError
@@ -68,7 +69,7 @@ class ServedTeacher:
 
     def __init__(self, options: ModelOptions, folder: Path, batch_tokens: int, queue_tokens: int, max_top_k: int):
         self.name, self._folder, self._device = options.name, folder, choose_device(options.device)
-        source = local_folder(options.name, options.revision)
+        source = local_folder(plain_folder(options.name), options.revision)
         self._tokenizer = load_tokenizer(source)
         processor = load_processor_of(source, self._tokenizer) if options.images else None
         layout = Layout(Degrees(tensor=process_count()))

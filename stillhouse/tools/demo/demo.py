@@ -25,6 +25,7 @@ from stillhouse.tools.demo.student import LEARNING_RATE, TEACHER, text_settings,
 #: the folder names and the objectives of the two runs; all other settings are the same
 OBJECTIVES = {"cross_entropy": "cross_entropy", "distilled": "forward_kl"}
 LABELS = {"teacher": "teacher", "cross_entropy": "student, text alone", "distilled": "student, distilled"}
+PURPOSES = {"cross_entropy": "the student learns from the text alone", "distilled": "it learns from the teacher, too"}
 STEPS = 600
 
 Row = dict[str, Any]
@@ -38,9 +39,10 @@ def run_demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: flo
         settings = text_settings(out, steps) | {"objective": {"loss": loss}, "out": str(out / name), "seed": seed}
         settings["train"]["learning_rate"] = learning_rate
         configs[name] = load_config(None, settings=settings)
-    for config in configs.values():
-        print()
-        distill(config)
+    print(introduction(parameter_count(TEACHER), parameter_count(out / "student"), steps))
+    for number, (name, config) in enumerate(configs.items(), start=1):
+        print(f"\nrun {number} of {len(configs)}, {config.out}: {PURPOSES[name]}")
+        distill(config, later_steps=steps * (len(configs) - number))
     session = prepare(configs["distilled"], announce=False)
     models, held_out, spec = session.models, session.data.evaluation, session.loss.spec
     assert models.teacher is not None
@@ -56,17 +58,42 @@ def run_demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: flo
         measured[name] = Path(config.out) / "model", last
     rows = []
     for name, (model, metrics) in measured.items():
-        with safe_open(model / "model.safetensors", framework="pt") as tensors:  # tied weights count once
-            parameters = sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
         figures = {figure: metrics[f"eval/{figure}"] for figure in ("cross_entropy", "forward_kl", "agreement")}
         counts = {count: metrics[count] for count in ("tokens", "seconds")}
-        rows.append({"run": name, "parameters": parameters} | figures | counts)
+        rows.append({"run": name, "parameters": parameter_count(model)} | figures | counts)
     print("\n" + aligned_rows(rows))
     distilled, text_only = (configs[name].out for name in ("distilled", "cross_entropy"))
-    arguments = ["--label", "\nreport: ", distilled, "--compare", text_only, "--out", f"{distilled}/report.html"]
+    print(f"\nfor a run of your own with these models, edit {trial}, then start `stillhouse distill {trial}`")
+    print(conclusion(*rows[1:]))
+    arguments = ["--label", "report: ", distilled, "--compare", text_only, "--out", f"{distilled}/report.html"]
     load("stillhouse.commands", "report").main(arguments, standalone_mode=False)
-    print(f"for a run of your own with these models, edit {trial}, then start `stillhouse distill {trial}`")
     return rows
+
+
+def parameter_count(model: Path) -> int:
+    """Return the number of parameters in a model's folder; tied weights count once."""
+    with safe_open(model / "model.safetensors", framework="pt") as tensors:
+        return sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
+
+
+def introduction(teacher: int, student: int, steps: int) -> str:
+    """Describe the demo before its runs. teacher, student: the numbers of parameters. steps: the steps of a run."""
+    return (
+        f"The demo trains a small language model, the student ({student:,} parameters), on Python's documentation.\n"
+        f"It trains the same new student twice, {steps:,} steps each: first on the text alone, then with a teacher.\n"
+        f"The teacher has {teacher:,} parameters and was trained on other parts of the documentation.\n"
+        "At the end, the demo compares both students on text that no model was trained on."
+    )
+
+
+def conclusion(text_only: Row, distilled: Row) -> str:
+    """Compare the held-out cross-entropies of the two students in a sentence."""
+    values = text_only["cross_entropy"], distilled["cross_entropy"]
+    gain = values[0] - values[1]
+    return (
+        f"The distilled student's held-out cross-entropy is {abs(gain):.2f} nats per token "
+        f"{'lower' if gain > 0 else 'higher'} than without a teacher ({values[1]:.2f} instead of {values[0]:.2f})."
+    )
 
 
 def aligned_rows(rows: list[Row]) -> str:

@@ -1,0 +1,1 @@
+"""Experiments with real language models on two CPU cores: `make real`."""
