@@ -25,6 +25,7 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 ADD = get_json_schema(add)
 REPLY = {"role": "tool", "content": "4"}
 THINKS = {"role": "assistant", "content": "four", "reasoning_content": "two more than two"}
+QUOTES = {"role": "assistant", "content": "four or <|user|>"}
 ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 OF_GLM = (*ENDS, "<|assistant|>", "<|system|>", "[gMASK]", "<sop>")
 OF_GPT_OSS = ("<|return|>", "<|call|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
@@ -53,6 +54,7 @@ def texts(documents: Documents, tokenizer: PreTrainedTokenizerFast) -> tuple[str
     [
         *([USER, FOUR], [USER, FOUR, USER, THINKS], [USER, THINKS, USER, FOUR], [USER, CALLS]),
         *([USER, CALLS, REPLY, FOUR, USER, CALLS], [USER, FOUR, USER]),
+        *([USER, QUOTES], [USER, QUOTES, USER, FOUR]),  # the last token of the text is no end of the turn
     ],
 )
 def test_the_next_header_ends_a_turn_without_a_marker(tmp_path: Path, messages: list[dict[str, Any]]) -> None:

@@ -87,7 +87,7 @@ class Turns:
                 if not (spans[-1][1] if spans else 0) <= start <= stop:
                     raise self._error(index + 1, prompt=False)
                 turn = self.body[start:stop].rstrip()
-                if not turn.endswith(self.ends) and (end := token_at(self.body, self.ends, stop)):
+                if (end := token_at(self.body, self.ends, stop)) and not self._has_marker(turn, index + 1):
                     stop += len(end)
                 elif turn.endswith(self.special):
                     stop = start + len(turn)
@@ -109,7 +109,10 @@ class Turns:
         if self.body.startswith(beginning):
             return len(beginning)
         anchored = self._anchored(count)
-        shortened, complete = self._behind(anchored, prompt), self._behind(anchored + self.messages[count:])
+        try:
+            shortened, complete = self._behind(anchored, prompt), self._behind(anchored + self.messages[count:])
+        except ValueError as error:  # the template refuses a content here, and not the conversation
+            raise self._error(count, prompt) from error
         if shortened is None or complete is None:
             raise self._error(count, prompt)
         if not text_of(self.messages[count - 1]).strip():
@@ -138,7 +141,7 @@ class Turns:
         the assistant's. The result is "" if the assistant's turn has an end marker, or if the next turn would not
         begin with an end-of-sequence token.
         """
-        if not self.ends or self.body.rstrip().endswith(self.ends):
+        if not self.ends or self._has_marker(self.body.rstrip(), len(self.messages)):
             return ""
         anchored, following = self._anchored(len(self.messages)), {"role": "user", "content": "a"}
         if calls := self.messages[-1].get("tool_calls"):
@@ -153,6 +156,14 @@ class Turns:
         if behind is None or longer is None or not longer.startswith(behind):
             return ""
         return token_at(longer, self.ends, len(behind))
+
+    def _has_marker(self, text: str, count: int) -> bool:
+        """Whether the template ends the text of the first `count` messages with an end-of-sequence token. Such a
+        token at the end of the last content is no marker.
+        """
+        if not text.endswith(self.ends) or not text_of(self.messages[count - 1]).rstrip().endswith(self.ends):
+            return text.endswith(self.ends)
+        return (self._behind(self._anchored(count)) or "").rstrip().endswith(self.ends)
 
     def _anchored(self, count: int) -> list[Message]:
         return [*self.messages[: count - 1], with_text_appended(self.messages[count - 1], ANCHOR)]
@@ -246,6 +257,10 @@ class Conversations:
             return any(loss.kind == "object" for loss in answer[-1])
 
         if answers:
+            # a form of which the template writes all texts, but whose turns cannot be identified
+            unclear = next((error for _, error in problems if not str(error).startswith(_REFUSED)), None)
+            if unclear is not None:
+                raise unclear
             return min(answers, key=lambda answer: (has_object(answer), len(answer[-1])))
         concerns_form, problem = min(problems, key=itemgetter(0))
         if parts_answer and concerns_form and not has_object(parts_answer):
