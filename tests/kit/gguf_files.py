@@ -1,21 +1,26 @@
-"""Writes small real models as GGUF files, as llama.cpp's converter does, and computes what such a file means.
+"""GGUF files: small models, written as llama.cpp's converter does, and real language models, from a registry.
 
-`gguf_log_probs` is llama.cpp's graph in float64: a third reading of a file, which shares no code with ours and with
-that of transformers. T tokens, H heads, D dimensions of a head.
+`gguf_log_probs` says what a file means. It is llama.cpp's graph in float64: a third reading of a file, which shares no
+code with ours and with that of transformers. T tokens, H heads, D dimensions of a head.
 """
 
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 import transformers as hf
 from kit.families import SHAPE
 from kit.toy_tokenizer import toy_backend
 from transformers import PreTrainedModel
+
+from stillhouse.fetch import fetch
 
 #: names of a layer's modules in transformers and in a file; Gemma 3 has two more norms
 _LAYER = {
@@ -253,3 +258,23 @@ def gguf_log_probs(path: Path, ids: Sequence[int]) -> np.ndarray:
     logits = graph.norm(x, "output_norm.weight") @ (embedding if head is None else head).T
     top = logits.max(-1, keepdims=True)
     return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+
+
+#: the user's folder, before the tests set their own
+_CACHE = Path(os.environ.get("STILLHOUSE_CACHE") or "~/.cache/stillhouse").expanduser()
+
+
+@lru_cache
+def _problem_or_folder(name: str) -> Path | str:
+    try:
+        return fetch(name, _CACHE)
+    except OSError as error:  # only once in a process: the next test would wait again
+        return f"no {name}: {str(error).splitlines()[0]}"
+
+
+def real_model(name: str) -> Path:
+    """The plain folder of a name of `stillhouse fetch`. Skips the test if the registry does not answer."""
+    result = _problem_or_folder(name)
+    if isinstance(result, str):
+        pytest.skip(result)
+    return result

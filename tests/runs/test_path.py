@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from kit.real_models import real_model
+from kit.gguf_files import real_model
 
 PATH = Path(__file__).parents[2] / "docs" / "path"
 PAGES = ("fine_tune", "distil", "lora", "on_policy", "serve", "devices")

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.gguf_files import gguf_log_probs
-from kit.real_models import real_model
+from kit.gguf_files import gguf_log_probs, real_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillhouse.fetch import PACKAGES

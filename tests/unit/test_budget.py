@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 ROOT = Path(__file__).parents[2]
 BUDGET = ROOT / "tests" / "budget.yaml"
 #: packages that register themselves; the core does not name them
-ADD_ONS = {"agents", "images", "megatron", "plan", "report", "serving"}
+ADD_ONS = {"agents", "fetch", "images", "megatron", "plan", "report", "serving"}
 #: pages of docs/ that are looked up, not read
 REFERENCE = {"claims", "coming_from", "config", "glossary", "gpu", "log", "models", "proofs"}
 #: the only count that must not fall

@@ -18,7 +18,7 @@ import kit
 import numpy as np
 import pytest
 from jinja2 import TemplateError
-from kit.real_models import real_model
+from kit.gguf_files import real_model
 from kit.template_messages import Message, add, chat_templates
 from kit.toy_tokenizer import toy_backend, toy_tokenizer
 from ruamel.yaml import YAML
