@@ -1,7 +1,7 @@
 """GGUF files: small models, written as llama.cpp's converter does, and real language models, from a registry.
 
-`gguf_log_probs` says what a file means. It is llama.cpp's graph in float64: a third reading of a file, which shares no
-code with ours and with that of transformers. T tokens, H heads, D dimensions of a head.
+`gguf_log_probs` says what a file means. It is llama.cpp's graph in float64: a third reading of a file, which shares
+no code with ours and with that of transformers. T tokens, H heads, D dimensions of a head.
 """
 
 import json
