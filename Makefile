@@ -64,8 +64,8 @@ models: $(VENV)/.development
 claims: $(VENV)/.development
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.claims
 
-# experiments with real language models, which `stillhouse fetch` gets; those that have no result file yet, then
-# docs/results/real.md; ten minutes for each objective on two idle cores
+# experiments with real language models, which `stillhouse fetch` gets; those that have no result file yet, then a page
+# in docs/results/; ten minutes for each objective on two idle cores
 real: $(VENV)/.development
 	$(BIN)/python -m benchmarks.real
 
