@@ -1,17 +1,18 @@
 """The commands of the path in docs/, from a real language model to two devices, in the order of the pages.
 
-They run as they are printed, with two steps in place of many and a few records of the text.
+They run as they are printed, with few steps and tokens and a part of the text.
 """
 
+import json
 import os
 import re
 import subprocess
 import sys
-from itertools import islice
 from pathlib import Path
 
 import pytest
 from kit.gguf_files import real_model
+from kit.runs import write_records
 
 PATH = Path(__file__).parents[2] / "docs" / "path"
 PAGES = ("fine_tune", "distil", "lora", "on_policy", "serve", "devices")
@@ -25,6 +26,8 @@ SHOWN = {
     "plan ": "tokens/s",
     "teacher.url": "proven with",
 }
+#: keys and options with the numbers that the test gives them
+SHORT = {"steps": 2, "every": 1, "tokens_per_step": 128, "max_tokens": 64, "max_new_tokens": 8, "max-new-tokens": 8}
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -32,13 +35,15 @@ def blocks(page: str) -> list[tuple[str, str]]:
     return re.findall(r"```(\w+)\n(.*?)```", (PATH / f"{page}.md").read_text(), flags=re.DOTALL)
 
 
-def write_short(name: str, content: str) -> None:
-    Path(name).write_text(
-        re.sub(r"\b(steps|every): \d+", lambda match: f"{match[1]}: {2 if match[1] == 'steps' else 1}", content)
-    )
+def shortened(text: str) -> str:
+    """The same configuration or command with few steps and tokens."""
+    for name, number in SHORT.items():
+        text = re.sub(rf"\b({name}[:= ]+)\d+", rf"\g<1>{number}", text)
+    return text
 
 
 def run_in_shell(command: str) -> None:
+    command = f"trap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n{command}"  # also ends a server if a check fails
     done = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     for part, text in SHOWN.items():
@@ -55,14 +60,15 @@ def test_the_path_runs_on_a_real_model(tmp_path: Path, monkeypatch: pytest.Monke
     for page in PAGES:
         for language, content in blocks(page):
             if name := re.match(r"# (\w+\.(?:yaml|py))\n", content):
-                write_short(name[1], content)
+                Path(name[1]).write_text(shortened(content))
                 continue
             assert language == "bash"
             for command in [content] if "kill %1" in content else content.splitlines():
                 if command.startswith("pip "):
                     continue
-                run_in_shell(re.sub(r" +# .*", "", command))
+                run_in_shell(shortened(re.sub(r" +# .*", "", command)))
                 if "demo --write text" in command:
                     for path in Path("text").glob("*.jsonl"):
-                        path.write_text("".join(islice(path.open(), 2)))
+                        text = json.loads(path.read_text().splitlines()[0])["text"]
+                        write_records(path, [{"text": text[start : start + 400]} for start in range(0, 1600, 400)])
     assert {path.name for path in Path("runs").iterdir()} == {"sft", "distilled", "lora", "on_policy", "two"}
