@@ -68,6 +68,7 @@ class HttpThread:
         config = uvicorn.Config(
             self._room,
             http=Connection,
+            log_config=None,  # uvicorn's own would close all handlers of the process
             log_level="warning",
             access_log=False,
             lifespan="off",
