@@ -33,10 +33,10 @@ class Progress:
 
     step, tokens, seconds: the steps done, the target tokens trained on, and the time spent.
     metrics: the results of the evaluation after this step; empty if there was none.
-    without_best: the number of evaluations since the last new best value, for `eval.patience`.
     data: the hashes of `RunIdentity.data` (documents and media processors) and of the prompts of evaluations.
     models: the values of `RunIdentity.models`: hashes of the tokenizer and of each model's files, and others.
     configuration: a hash of the values that affect the weights.
+    without_best: the number of evaluations since the last new best value, for `eval.patience`.
     log_bytes, log_sha256: the length and the hash of metrics.jsonl.
     started_from: the checkpoint of another run that this run began with, if any.
     functions, sources: the states of the user's functions as JSON, and hashes of source files (`FunctionStates`).
@@ -48,12 +48,12 @@ class Progress:
     tokens: NonNegativeInt = 0
     seconds: NonNegativeFloat = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    without_best: NonNegativeInt = 0
     data: dict[str, str] = field(default_factory=dict)
     models: dict[str, str] = field(default_factory=dict)
     log_bytes: NonNegativeInt = 0
     log_sha256: str = ""
     configuration: str = ""
+    without_best: NonNegativeInt = 0
     started_from: str | None = None
     functions: dict[str, str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)

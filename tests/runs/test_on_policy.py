@@ -158,6 +158,7 @@ def test_every_kind_of_objective(tmp_path: Path, loss: str, settings: dict[str, 
     assert any(not torch.equal(before[name], weight) for name, weight in after.items())
 
 
+@pytest.mark.usefixtures("hooks")
 @pytest.mark.parametrize(("settings", "key", "text"), refused_runs("on_policy"))
 def test_what_does_not_fit_is_refused_by_its_key(
     tmp_path: Path, settings: dict[str, Any], key: str, text: str
