@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/proofs.md")
 #: the reasons of tests that are skipped because the machine lacks something; on other machines they must pass
-MISSING_HERE = ("no CUDA device", "no chromium on the path", "no network namespaces here")
+MISSING_HERE = ("no CUDA device", "no chromium on the path", "no network namespaces here", " cannot download ")
 
 
 @dataclass(frozen=True)
