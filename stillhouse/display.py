@@ -39,8 +39,13 @@ def print_escaped(text: object, *, err: bool = False) -> None:
     print(escaped(str(text), lines=True), file=sys.stderr if err else sys.stdout, flush=True)
 
 
+def print_progress(line: str) -> None:
+    """Print on stderr, because stdout can be a table or an answer that another program reads."""
+    print_escaped(line, err=True)
+
+
 @contextmanager
-def named_if_slow(phase: str, show: Callable[[str], None] = print_escaped) -> Iterator[None]:
+def named_if_slow(phase: str, show: Callable[[str], None] = print_progress) -> Iterator[None]:
     """If the block takes longer than `SLOW_SECONDS`, print the phase's name on rank 0. show: prints the line."""
     timer = Timer(SLOW_SECONDS, show, [f"{phase} …"])
     timer.daemon = True

@@ -36,7 +36,7 @@ def distill_command(arguments: tuple[str, ...], **flags: str | None) -> None:
     if is_first():
         report = registry.load("stillhouse.commands", "report")
         report.main(["--label", "report: ", "--", str(folder)], standalone_mode=False)
-        held_out = config.data.eval if isinstance(config.data.eval, str) else "held_out.jsonl"
+        held_out = config.data.eval if isinstance(config.data.eval, str) else None
         print_escaped(next_commands(folder, held_out))
 
 

@@ -103,13 +103,14 @@ def chat(
     _prepare_libraries({name: keys["model"] for name, keys in sections.items()})
     from stillhouse.config import TeacherConfig
     from stillhouse.data import load_tokenizer
+    from stillhouse.gguf.plain_folder import plain_folder
     from stillhouse.rollout import Sampling
     from stillhouse.tools.chat import Speaker, converse
     from stillhouse.tools.generate_data import load_generator
 
     speakers = []
     for name, keys in sections.items():
-        section = TeacherConfig(**keys)
+        section = TeacherConfig(**keys | {"model": plain_folder(keys["model"])})
         tokenizer = load_tokenizer(str(section.model), section.revision, section.trust_remote_code)
         generator = load_generator(section, tokenizer, device, Sampling(max_new_tokens, temperature))
         speakers.append(Speaker(name, generator, tokenizer, system, seed))
@@ -208,8 +209,10 @@ def _evaluate_on_data(
         check_local(config, needs)
     models = {name: config.student.model for name, config in configs.items()}
     _prepare_libraries(models | ({} if teacher is None else {"--teacher": shared["teacher"]["model"]}))
+    from stillhouse.run.setup import with_plain_models
     from stillhouse.tools.evaluate import evaluate_model, limits_in_words, require_comparable, table, write_results
 
+    configs = {name: with_plain_models(config) for name, config in configs.items()}
     require_comparable(configs)
     results = {}
     for name, config in configs.items():
@@ -328,8 +331,10 @@ def generate(
     require_source(options["prompts"])
     section = model_keys(model)
     _prepare_libraries({"--model": section["model"]})
+    from stillhouse.gguf.plain_folder import plain_folder
     from stillhouse.tools.generate_data import GenerationSettings, write_data
 
+    section["model"] = plain_folder(section["model"])
     settings = GenerationSettings(batch_size=batch_size or (256 if url else 16), **options)
     file = write_data(TeacherConfig(**section), settings, out, engine, url, device)
     print_escaped(f"{out}: {file.records:,} records of {file.completions:,} completions")

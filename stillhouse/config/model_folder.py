@@ -41,12 +41,12 @@ def gguf_file(name: str | os.PathLike[str]) -> str | None:
             raise ValueError(f"got {path}, but there is no such file: expected an existing GGUF")
         return path if path.endswith(_GGUF) else None
     files = os.listdir(path)
-    found = sorted(file for file in files if file.endswith(_GGUF))
-    if not found or CONFIG in files:
+    ggufs = sorted(file for file in files if file.endswith(_GGUF))
+    if not ggufs or CONFIG in files:
         return None
-    if len(found) > 1:
-        raise ValueError(f"{escaped(path)} has {len(found)} GGUFs: expected the path of one of {name_list(found)}")
-    return os.path.join(path, found[0])
+    if len(ggufs) > 1:
+        raise ValueError(f"{escaped(path)} has {len(ggufs)} GGUFs: expected the path of one of {name_list(ggufs)}")
+    return os.path.join(path, ggufs[0])
 
 
 def require_template(source: str) -> None:

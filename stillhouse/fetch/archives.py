@@ -37,6 +37,10 @@ _OPTIONS = {
 }
 
 
+#: what separates a package and its version
+_AT = {"pip": "==", "npm": "@"}
+
+
 def download(package: Package, folder: Path, seconds: float) -> list[Path]:
     """Download the archives of a package into an empty folder, and return them in the table's order.
 
@@ -51,21 +55,18 @@ def download(package: Package, folder: Path, seconds: float) -> list[Path]:
             raise OSError("npm is not installed, and these packages are in its registry: install Node.js with npm")
         command = [npm, "pack", *_OPTIONS["npm"], "--pack-destination", str(folder), *names]
     _run(command, f"{package.registry} cannot download {', '.join(names)}", seconds)
-    found = {file_hash(path): path for path in sorted(folder.iterdir())}
-    return [_with_hash(archive, found) for archive in package.archives]
+    by_hash = {file_hash(path): path for path in sorted(folder.iterdir())}
+    return [_with_hash(archive, by_hash) for archive in package.archives]
 
 
-_AT = {"pip": "==", "npm": "@"}
-
-
-def _with_hash(archive: Archive, found: dict[str, Path]) -> Path:
-    if archive.sha256 not in found:
-        files = ", ".join(f"{path.name} {digest}" for digest, path in found.items())
+def _with_hash(archive: Archive, by_hash: dict[str, Path]) -> Path:
+    if archive.sha256 not in by_hash:
+        files = ", ".join(f"{path.name} {digest}" for digest, path in by_hash.items())
         raise ValueError(
             f"{archive.package} {archive.version} from the registry has another content than expected: expected "
             f"sha256 {archive.sha256}, got {files or 'no file'}. Nothing was unpacked"
         )
-    return found[archive.sha256]
+    return by_hash[archive.sha256]
 
 
 def _run(command: Sequence[str], failure: str, seconds: float) -> None:

@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from stillhouse.config.model_folder import gguf_file, require_model
+from stillhouse.display import print_progress
 from stillhouse.gguf.proof import GgufFile
 from stillhouse.gguf.tokenizer import gguf_tokenizer
 from stillhouse.hashing import file_hash
 from stillhouse.libraries import reading
 from stillhouse.output.cached_folder import cache_root, unless_complete
-from stillhouse.parallel import log_rank0
+from stillhouse.parallel import is_first
 
 #: keys of the configuration that describe the file, not the model
 _OF_FILE = ("quantization_config", "_name_or_path", "transformers_version")
@@ -39,9 +40,11 @@ def plain_folder(name: str | os.PathLike[str]) -> str:
     folder = cache_root() / "gguf" / f"{path.stem}-{digest[:16]}"
     with unless_complete(folder) as partial:
         if partial is not None:
-            log_rank0(f"{path}: dequantizing it to float32, once")
+            if is_first():
+                print_progress(f"{path}: dequantizing it to float32, once")
             convert(path, partial, digest)
-    log_rank0(f"{path}: a GGUF; its weights, dequantized to float32, are read from {folder}")
+    if is_first():
+        print_progress(f"{path}: a GGUF; its weights, dequantized to float32, are read from {folder}")
     return os.fspath(folder)
 
 

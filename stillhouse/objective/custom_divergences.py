@@ -59,15 +59,15 @@ def divergence_class(name: str, kind: Any) -> type[Divergence]:
     expected = "expected a class that derives from stillhouse.objective.Divergence"
     if not isinstance(kind, type) or not issubclass(kind, Parameters):
         raise ValueError(f"{name} is {kind!r:.80}: {expected}")
-    found = kind.divergence()
-    if not isinstance(found, type) or not issubclass(found, Divergence):
-        raise ValueError(f"divergence() of {name} gives {found!r:.80}: {expected}")
-    if inspect.isabstract(found):
-        missing = " and ".join(sorted(found.__abstractmethods__))
+    divergence = kind.divergence()
+    if not isinstance(divergence, type) or not issubclass(divergence, Divergence):
+        raise ValueError(f"divergence() of {name} gives {divergence!r:.80}: {expected}")
+    if inspect.isabstract(divergence):
+        missing = " and ".join(sorted(divergence.__abstractmethods__))
         raise ValueError(f"{name} is a class without {missing}: {expected}, with balanced and balanced_slope")
-    if "__dataclass_params__" not in vars(found):
+    if "__dataclass_params__" not in vars(divergence):
         raise ValueError(f"{name} is no dataclass: expected @dataclass(frozen=True) before its class")
-    return found
+    return divergence
 
 
 def check_divergence(divergence: Divergence) -> None:
@@ -95,8 +95,8 @@ class _Check:
         slope_RV = self._call("weighted_slope", log_p_RV, log_q_RV)
         self._compare(around, value_RV, value_RV.abs(), slope_RV, "weighted_slope", "q·∂f/∂q")
         balanced_RV = self._call("balanced", self._sides())
-        each_V1V = torch.eye(q_RV.shape[1], dtype=q_RV.dtype, device=q_RV.device)[:, None]
-        moved = [(log_q_RV + step * each_V1V).log_softmax(-1) for step in steps]
+        unit_V1V = torch.eye(q_RV.shape[1], dtype=q_RV.dtype, device=q_RV.device)[:, None]
+        moved = [(log_q_RV + step * unit_V1V).log_softmax(-1) for step in steps]
         around = [self._call("balanced", sides(log_p_RV.expand_as(log_q), log_q)).sum(-1).T for log_q in moved]
         total_R1, size_R1 = balanced_RV.sum(-1, keepdim=True), balanced_RV.abs().sum(-1, keepdim=True)
         for pair in (self._sides(), self._sides(with_pivot=True)):

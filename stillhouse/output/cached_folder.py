@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from stillhouse.display import name_list
+from stillhouse.display import name_list, print_progress
 from stillhouse.output.disk import (
     UNFINISHED,
     atomic_folder,
@@ -58,7 +58,7 @@ def unless_complete(folder: Path, seconds: float = -1) -> Iterator[Path | None]:
             yield None
             return
         if folder.exists():
-            print(f"{folder} {problem}: the folder is made again", flush=True)
+            print_progress(f"{folder} {problem}: the folder is made again")
         for leftover in (folder, folder.with_name(folder.name + UNFINISHED)):  # of a process that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         with atomic_folder(folder, exclusive=True) as partial:

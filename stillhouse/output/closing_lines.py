@@ -45,14 +45,10 @@ def _result(lines: Sequence[MetricsLine], key: str, greater: bool | None) -> str
     return f"{text}, best {metric.text(value)} at step {step:,.0f}"
 
 
-def next_commands(run: Path, held_out: str) -> str:
-    """Return the commands that use a run's student. held_out: a file of documents for an evaluation."""
+def next_commands(run: Path, held_out: str | None) -> str:
+    """Return the commands that use a run's student. held_out: the source of held-out documents, None without one."""
     folder = shlex.quote(str(run))
-    return "\n  ".join(
-        [
-            "next:",
-            f"stillhouse chat {folder}",
-            f"stillhouse evaluate {folder} --data {shlex.quote(held_out)}",
-            f"stillhouse export {folder} --out {shlex.quote(f'{run}-exported')}",
-        ]
-    )
+    commands = [f"stillhouse chat {folder}", f"stillhouse export {folder} --out {shlex.quote(f'{run}-exported')}"]
+    if held_out is not None:
+        commands.insert(1, f"stillhouse evaluate {folder} --data {shlex.quote(held_out)}")
+    return "\n  ".join(["next:", *commands])

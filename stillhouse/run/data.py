@@ -201,10 +201,10 @@ class _Loader:
     def _train(self, sources: Sequence[tuple[str, ToolSchemas, RolloutConfig | None]]) -> Documents:
         """Load documents of data.train. From a source with a section rollout, only prompts and records are loaded."""
         loaded: dict[str, Documents] = {}
-        own = {source.source: source for source in self.data.weighted_sources}
+        by_path = {source.source: source for source in self.data.weighted_sources}
         for path, tools, rollout in sources:
             options = replace(self.options, tools=tools)
-            if (source := own.get(path)) is not None:
+            if (source := by_path.get(path)) is not None:
                 names = options.column_names if source.columns is None else source.columns
                 options = replace(options, column_names=names, turns=source.turns or options.turns)
             if rollout is not None:

@@ -69,7 +69,8 @@ def distill(config: RunConfig, *, later_steps: int = 0) -> Path:
     Raises ConfigError for a mistake in the configuration, and ValueError for a mistake in the data or models. Until
     all checks have passed, nothing is written except the empty folder and the files of its lock.
     """
-    setup, folder = RunSetup(with_precision(config)), RunFolder(Path(config.out))
+    config = with_precision(config)
+    setup, folder = RunSetup(config), RunFolder(Path(config.out))
     _ = setup.objective.spec  # first, so that a misspelt loss is reported before an occupied folder
     resume, values = config.checkpoint.resume, setup.values
     candidates(folder, resume, values)  # reports an occupied folder before the models are loaded
@@ -96,7 +97,7 @@ def distill(config: RunConfig, *, later_steps: int = 0) -> Path:
         if checkpoint is None and is_first() and folder.metrics.exists():
             log_rank0(f"{folder.path} has no checkpoint of this run yet: the run starts anew, at step 1")
         if is_first():
-            init_run_dir(folder, dump_config(setup.config))
+            init_run_dir(folder, dump_config(config))
         require_same_teachers(session.models.stores, folder, ranks)
         _run(setup, session, folder, checkpoint)
     return folder.path

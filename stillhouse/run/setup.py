@@ -47,16 +47,17 @@ class RunSetup:
     warnings: a warning for each library whose version differs between ranks; filled by the first use of `ranks`.
 
     config: the configuration, with the plain folder of each model that is a GGUF.
+    values: the values of the configuration as it was written, by dotted keys; a GGUF keeps its own path.
 
     Raises ConfigError if the configuration breaks a rule of `check_rules`, and for a GGUF that cannot be converted.
     """
 
     def __init__(self, config: RunConfig):
         check_rules(config)
+        self.values = dotted_values(config)
         config = with_plain_models(config)
         self.config = config
         self.teachers = config.teacher_sections
-        self.values = dotted_values(config)
         self.warnings: list[str] = []
         sections = config.objective, config.student, config.teacher, config.teachers
         self.objective = RunObjective(

@@ -40,7 +40,7 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.model_card import model_card, quoted_file
 from stillhouse.output.progress import STATE
 from stillhouse.run.models import source_fingerprint
-from stillhouse.run.setup import RunSetup
+from stillhouse.run.setup import RunSetup, with_plain_models
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WEIGHTS, _STUDENT = ".safetensors", "student/"
@@ -94,7 +94,7 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
     adapter = "" if not has_adapter else "alone" if settings.merge is False else "merged"
     with atomic_folder(out, exclusive=True) as folder:
         try:
-            base = config.student if config is not None and has_adapter else None
+            base = with_plain_models(config).student if config is not None and has_adapter else None
             _write_student(checkpoint, base, settings, folder, merges=adapter == "merged")
             if settings.card:
                 assert config is not None

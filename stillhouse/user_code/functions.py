@@ -158,9 +158,9 @@ def load_object(path: str, hint: str = "") -> Any:
             module = None
     if module is None:
         raise no_module(path, module_name, hint)
-    if (found := getattr(module, name, None)) is None:
+    if (content := getattr(module, name, None)) is None:
         raise no_function(path, module_name, name)
-    return found
+    return content
 
 
 def load_function(key: str, path: str, hint: str = "") -> UserFunction:

@@ -88,7 +88,7 @@ def test_a_damaged_folder_is_fetched_again(package: Path, capsys: pytest.Capture
     (folder / "LICENSE").unlink()
     assert fetch("small") == folder
     assert folder_hashes(folder) == expected
-    assert "has other files than its manifest.json (LICENSE): the folder is made again" in capsys.readouterr().out
+    assert "has other files than its manifest.json (LICENSE): the folder is made again" in capsys.readouterr().err
 
 
 def test_the_command_copies_names_the_licence_and_the_next_command(tmp_path: Path, package: Path) -> None:

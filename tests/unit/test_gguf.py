@@ -3,7 +3,7 @@
 import io
 import shutil
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import pytest
 import torch
 from kit.config_cases import assert_refused, refused_calls
 from kit.gguf_files import TEMPLATE, gguf_log_probs, small_model, write_gguf
-from kit.runs import losses, write_run
+from kit.runs import losses, run, write_records, write_run
 from kit.shard_ranks import Rank, on_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stillhouse import display
 from stillhouse.config.model_folder import gguf_file, require_model
 from stillhouse.fetch import fetch
 from stillhouse.gguf import plain_folder as conversion
@@ -119,13 +120,13 @@ def test_a_damaged_folder_is_made_again(tmp_path: Path, capsys: pytest.CaptureFi
     (folder / "model.safetensors").write_bytes(b"damaged")
     assert plain_folder(tmp_path / "m.gguf") == str(folder)
     assert folder_hashes(folder) == expected
-    assert "has changed files (model.safetensors): the folder is made again" in capsys.readouterr().out
+    assert "has changed files (model.safetensors): the folder is made again" in capsys.readouterr().err
 
 
 def converted(rank: Rank, path: str) -> tuple[str, list[str], list[str]]:
     """All ranks convert the same file at once. Returns the folder, the lines, and the folders of the cache."""
     lines = io.StringIO()
-    with redirect_stdout(lines):
+    with redirect_stderr(lines):
         folder = plain_folder(path)
     folders = [entry.name for entry in Path(folder).parent.iterdir() if entry.is_dir()]
     return folder, lines.getvalue().splitlines(), folders
@@ -152,7 +153,9 @@ def test_a_folder_with_one_gguf_is_that_file(tmp_path: Path) -> None:
         require_model(str(tmp_path / "none.gguf"))
 
 
-def test_a_run_of_ggufs_is_that_of_their_plain_folders(tmp_path: Path, cache: Path) -> None:
+def test_a_run_of_ggufs_is_that_of_their_plain_folders(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run of two GGUFs has the losses and the identity of a run of their plain folders, and resumes as one."""
     for name, tied in (("student", True), ("teacher", False)):
         write_gguf(tmp_path / f"{name}.gguf", model=small_model("llama", tied=tied))
@@ -165,8 +168,38 @@ def test_a_run_of_ggufs_is_that_of_their_plain_folders(tmp_path: Path, cache: Pa
     assert losses(out) == losses(tmp_path / "b")
     shutil.rmtree(out / "model")
     shutil.rmtree(out / "checkpoints" / "step-00000002")
+    monkeypatch.setenv("STILLHOUSE_CACHE", str(tmp_path / "another cache"))  # a run keeps the paths of the GGUFs
     distill(write_run(tmp_path, **common, **models, out=str(tmp_path / "a")))
     assert losses(out) == losses(tmp_path / "b")
+    shown = (out / "config.yaml").read_text()
+    assert all(path in shown for path in models.values())
+
+
+def test_commands_take_a_gguf_and_print_only_results_on_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(display, "SLOW_SECONDS", 0.0)
+    model, prompts, texts = (str(tmp_path / name) for name in ("m.gguf", "p.jsonl", "t.jsonl"))
+    write_gguf(tmp_path / "m.gguf")
+    write_records(tmp_path / "p.jsonl", [{"prompt": "The kettle"}])
+    write_records(tmp_path / "t.jsonl", [{"text": "The kettle is still heated."}])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The kettle\n"))
+    chat = run("chat", model, "--max-new-tokens", "3")
+    assert "loading" in chat.err
+    assert "…" not in chat.out
+    assert "…" not in run("evaluate", model, "--data", texts).out
+    run(
+        "generate",
+        "--model",
+        model,
+        "--prompts",
+        prompts,
+        "--out",
+        str(tmp_path / "a.jsonl"),
+        "--keep-cut",
+        "--max-new-tokens",
+        "3",
+    )
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
