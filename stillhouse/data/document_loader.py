@@ -31,7 +31,7 @@ from stillhouse.data.read.foreign_columns import (
     foreign_columns,
     renamed,
     require_read,
-    with_own_names,
+    with_source_names,
 )
 from stillhouse.data.record import (
     MAX_CHARACTERS,
@@ -257,7 +257,7 @@ class _Loader:
         except RecordError:
             raise
         except ValueError as error:
-            raise DataError(first.where, with_own_names(str(error), names)) from error
+            raise DataError(first.where, with_source_names(str(error), names)) from error
         self.template = template
         self.report.form = "" if self.foreign is None else self.foreign.words
         return self.template
@@ -305,7 +305,7 @@ class _Loader:
         )
 
     def _reject(self, where: str, problem: str, cause: Exception | None = None) -> None:
-        error = DataError(where, with_own_names(problem, self.options.column_names))
+        error = DataError(where, with_source_names(problem, self.options.column_names))
         if self.options.on_error == "raise":
             raise error from cause
         self.report.skipped += 1

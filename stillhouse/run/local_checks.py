@@ -20,7 +20,7 @@ from stillhouse.config.model_folder import require_model, require_template
 from stillhouse.config.reward_sum import reward_parts
 from stillhouse.config.section import function_hint, text_list
 from stillhouse.data.read.data_source import first_records, require_source
-from stillhouse.data.read.foreign_columns import needed_columns, renamed, with_own_names
+from stillhouse.data.read.foreign_columns import needed_columns, renamed, with_source_names
 from stillhouse.data.record import DataError, column_value, kept_value
 from stillhouse.objective.expression import class_paths
 from stillhouse.run.server_checks import server_mistakes
@@ -130,7 +130,7 @@ def _require_columns(
             if route is not None:
                 kept_value(record.fields, route, teachers)
         except ValueError as error:
-            raise DataError(record.where, with_own_names(str(error), names)) from error
+            raise DataError(record.where, with_source_names(str(error), names)) from error
 
 
 @contextmanager

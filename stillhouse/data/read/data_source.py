@@ -24,6 +24,8 @@ from stillhouse.data.read.reader import (
 from stillhouse.data.record import NoSourceError, Record
 from stillhouse.registry import load, registered
 
+#: the number of files whose first record is checked early, because a shared disk may need long to open thousands
+FIRST_FILES = 20
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.-]+))?")
 
 
@@ -95,13 +97,16 @@ def require_source(source: str) -> None:
 
 
 def first_records(source: str) -> list[Record] | None:
-    """The first record of each file of a source; None for hub ids and for folders that `datasets` has saved, because
-    the library that reads them takes seconds to import. Raises ValueError as `read_records` does.
+    """The first record of each of the first `FIRST_FILES` files of a source; None for hub ids and for folders that
+    `datasets` has saved, because the library that reads them takes seconds to import. Raises ValueError as
+    `read_records` does.
     """
     files = local_files(source)
     if files is None or is_saved(Path(os.path.expanduser(source))):
         return None
-    return [record for file in files for record in islice(_read_file(file, conversation_columns({})), 1)]
+    return [
+        record for file in files[:FIRST_FILES] for record in islice(_read_file(file, conversation_columns({})), 1)
+    ]
 
 
 def _hub_id(name: str) -> tuple[str, str | None, str]:

@@ -87,7 +87,7 @@ def require_read(columns: Mapping[str, str], read: Collection[str], form: Sequen
             )
 
 
-def with_own_names(problem: str, columns: Mapping[str, str]) -> str:
+def with_source_names(problem: str, columns: Mapping[str, str]) -> str:
     """The error of a record; if it quotes a name in `columns`, with the name of the record's column."""
     quoted = [f"{name}: {column}" for name, column in columns.items() if f"'{name}'" in problem and name != column]
     has_names = "columns: {" in problem or not quoted
