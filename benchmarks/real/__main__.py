@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.real.page import FOLDER, write_page
-from benchmarks.real.recovery import OBJECTIVES, STEPS, recover, result_path
+from benchmarks.real.recovery import OBJECTIVES, START, STEPS, measure_start, recover, result_path
 from stillhouse.fetch import fetch
 
 
@@ -22,12 +22,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/real"), metavar="WORK")
     parser.add_argument("--page", type=Path, default=FOLDER, help="Folder of the page.")
     arguments = parser.parse_args()
+    work = arguments.work / f"{arguments.steps}-steps"
+    if not START.exists():
+        measure_start(fetch("smollm2"), work)
     for seed in arguments.seeds:
         for objective in arguments.objectives:
             if result_path(objective, seed).exists():
                 print(f"{result_path(objective, seed)} exists")
             else:
-                work = arguments.work / f"{arguments.steps}-steps"
                 recover(fetch("smollm2"), work, objective, seed, arguments.steps)
     write_page(arguments.page)
 

@@ -7,8 +7,8 @@ of the student's held-out text against the teacher: V vocabulary, T tokens.
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -30,6 +30,10 @@ STEPS, TOKENS, MAX_TOKENS, RATE = 90, 1024, 512, 6e-4
 #: tokens of a beginning that the teacher continues, and of its continuation
 PROMPT, ANSWER = 64, 192
 PROMPTS = Path(__file__).with_name("prompts.txt").read_text(encoding="utf-8").splitlines()
+
+
+#: the result file of the teacher and of the student before training
+START = RESULTS / "real-recovery-start.json"
 
 
 def result_path(objective: str, seed: int) -> Path:
@@ -66,11 +70,19 @@ def recover(teacher: Path, folder: Path, objective: str, seed: int, steps: int) 
         "seed": seed,
         "settings": {"steps": steps, "tokens_per_step": TOKENS, "learning_rate": RATE, "data": data},
         "text": {"trained": described(training_pieces()), "held_out": described(held_out_pieces())},
-        "start": figures(teacher, folder / "start"),
         "end": figures(teacher, model),
-        "answers": dict(zip(PROMPTS, answers(model), strict=True)),
+        "answers": answers(model),
     }
     write_result(result_path(objective, seed), result)
+
+
+def measure_start(teacher: Path, folder: Path) -> None:
+    """Write the result file of the teacher and of the student before training."""
+    prepare(teacher, folder)
+    result: dict[str, Any] = {"theme": "real-recovery"}
+    for name, model in (("teacher", teacher), ("start", folder / "start")):
+        result[name] = {"figures": figures(teacher, model), "answers": answers(model)}
+    write_result(START, result)
 
 
 def prepare(teacher: Path, folder: Path) -> None:
@@ -106,33 +118,35 @@ def write_answers(teacher: Path, path: Path, steps: int) -> None:
 
 @torch.no_grad()
 def figures(teacher: Path, student: Path) -> dict[str, float]:
-    """Held-out perplexity, KL(teacher ‖ student) in nats per token, and the share of equal greedy tokens."""
+    """Held-out perplexity, both KL divergences in nats per token, and the share of equal greedy tokens."""
     tokenizer, model = _loaded(student)
     expected = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
-    entropy = divergence = equal = count = 0.0
+    entropy = forward_kl = reverse_kl = equal = count = 0.0
     for piece in held_out_pieces():
         ids = torch.tensor([tokenizer(piece)["input_ids"][:MAX_TOKENS]])
         log_q, log_p = (of(ids).logits[0, :-1].log_softmax(-1) for of in (model, expected))  # (T, V)
         entropy -= log_q.gather(1, ids[0, 1:, None]).sum().item()
-        divergence += (log_p.exp() * (log_p - log_q)).sum().item()
+        forward_kl += (log_p.exp() * (log_p - log_q)).sum().item()
+        reverse_kl += (log_q.exp() * (log_q - log_p)).sum().item()
         equal += (log_q.argmax(-1) == log_p.argmax(-1)).sum().item()
         count += len(log_q)
-    means = {"cross_entropy": entropy / count, "forward_kl": divergence / count, "agreement": equal / count}
+    sums = {"cross_entropy": entropy, "forward_kl": forward_kl, "reverse_kl": reverse_kl, "agreement": equal}
+    means = {name: value / count for name, value in sums.items()}
     return {"perplexity": math.exp(entropy / count), **means, "tokens": count}
 
 
 @torch.no_grad()
-def answers(folder: Path, prompts: Sequence[str] = PROMPTS, tokens: int = 40) -> list[str]:
-    """Greedy answers to questions, in the model's chat format."""
+def answers(folder: Path, tokens: int = 40) -> dict[str, str]:
+    """Greedy answers to the fixed questions, in the model's chat format."""
     tokenizer, model = _loaded(folder)
-    texts = []
-    for prompt in prompts:
+    texts = {}
+    for prompt in PROMPTS:
         messages = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-        texts.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
+        texts[prompt] = tokenizer.decode(ids, skip_special_tokens=True).strip()
     return texts
 
 
