@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.real.tasks import LEARNED, write_problems
@@ -28,13 +29,15 @@ BEGINNING, CONTINUATION, ANSWER = 64, 64, 192
 #: beginnings that the teacher continues: as many tokens as 90 steps of 1,024 read
 ANSWERS = 360
 MODELS = "smollm2", "gemma3-270m"
+#: student → the layers of SmolLM2's 30 that it has
+LAYERS = {"half": [*range(0, 30, 2)], "most": [*range(15), *range(16, 26, 2), *range(26, 30)]}
 
 
 def material(name: str, folder: Path) -> Path:
     """Return the path of a model or a data file, which is made in the folder if it is not there."""
     if name in MODELS:
         return fetch(name)
-    path = folder / name if name == "half" else folder / f"{name}.jsonl"
+    path = folder / name if name in LAYERS else folder / f"{name}.jsonl"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".unfinished")
@@ -75,12 +78,12 @@ def _cut(text: str) -> Iterator[str]:
             piece = ""
 
 
-def _half(path: Path) -> None:
-    """SmolLM2 with every second layer."""
+def _part(path: Path, layers: list[int]) -> None:
+    """SmolLM2 with some of its layers."""
     teacher = fetch("smollm2")
     model = AutoModelForCausalLM.from_pretrained(teacher)
-    model.model.layers = model.model.layers[::2]
-    model.config.num_hidden_layers //= 2
+    model.model.layers = torch.nn.ModuleList(model.model.layers[layer] for layer in layers)
+    model.config.num_hidden_layers = len(layers)
     AutoTokenizer.from_pretrained(teacher).save_pretrained(path)
     model.save_pretrained(path)
 
@@ -116,7 +119,7 @@ def _write(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {
-    "half": _half,
+    **{name: partial(_part, layers=layers) for name, layers in LAYERS.items()},
     "text": _text,
     "beginnings": _beginnings,
     "continued": _continued,

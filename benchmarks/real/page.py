@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from benchmarks.real.claims import claims_table
 from benchmarks.real.figures import PROMPTS
 from benchmarks.real.runs import EXPERIMENTS, start_path
 from benchmarks.record import RESULTS
@@ -23,6 +24,8 @@ FIGURES = {
     "sums": ("sums", "{:.2f}"),
     "words": ("words backwards", "{:.2f}"),
 }
+#: the result file of served.py
+SERVED = RESULTS / "real-served.json"
 #: words of a sequence that counts as repeated if the same answer has had it before
 SEQUENCE = 3
 INTRODUCTION = """\
@@ -48,6 +51,10 @@ def write_page(folder: Path = FOLDER) -> None:
     for experiment, results in measured.items():
         sections += _section(experiment, results)
         (folder / f"real-{experiment}.svg").write_text(_picture(experiment, results), encoding="utf-8")
+    if SERVED.exists():
+        sections += _served_section(_read(SERVED)["figures"])
+    every_run = {name: seeds for results in measured.values() for name, seeds in results.items()}
+    sections += ["## Claims of the field\n", *claims_table(every_run), ""]
     _write_answers(folder / "real_answers.csv", measured)
     (folder / "real.md").write_text("\n".join(sections), encoding="utf-8")
     print(folder / "real.md")
@@ -89,6 +96,24 @@ def _rows(experiment: str, results: dict[str, list[dict[str, Any]]]) -> list[tup
     models, runs = _read(start_path(experiment))["models"], EXPERIMENTS[experiment]["runs"]
     rows = [(f"without training: {name}", [model]) for name, model in models.items()]
     return rows + [(runs[name]["title"], seeds) for name, seeds in results.items()]
+
+
+def _served_section(figures: dict[str, dict[str, float]]) -> Iterator[str]:
+    """The section about the exported student in a stock vLLM. figures: by the dtype of the server."""
+    yield "## The exported student in a stock vLLM\n"
+    yield (
+        "The student that forward KL has recovered, exported and served on a CPU. Greedy tokens are compared with "
+        "those of transformers in the same dtype, log-probabilities of held-out tokens with transformers in "
+        "float32. In bfloat16, the error of transformers itself stands beside that of vLLM.\n"
+    )
+    yield "| dtype | equal greedy tokens | largest difference, nats | mean | transformers: largest | mean |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for dtype, row in figures.items():
+        cells = [f"{row['same']:,} of {row['tokens']:,}"]
+        keys = [f"{who}_{kind}" for who in ("vllm", "transformers") for kind in ("largest", "mean")]
+        cells += [f"{row[key]:.2g}" if key in row else "" for key in keys]
+        yield f"| {dtype} | {' | '.join(cells)} |"
+    yield ""
 
 
 def _spread(values: list[float], form: str) -> str:

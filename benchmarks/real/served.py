@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.engines_server import vllm
 from benchmarks.real.figures import PROMPTS
 from benchmarks.real.material import held_out_pieces
+from benchmarks.real.page import SERVED
 from benchmarks.real.runs import Run
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import write_result
 from stillhouse.tools.export_run import ExportSettings, export_run
 
-RESULT = RESULTS / "real-served.json"
 NEW_TOKENS, TEXT_TOKENS = 24, 128
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     exported = arguments.work / "exported"
     if not exported.exists():
         export_run(Run("recovery", "forward_kl", 0, arguments.work).model().parent, exported, None, ExportSettings())
-    write_result(RESULT, {"figures": measure(exported, arguments.vllm)})
+    write_result(SERVED, {"figures": measure(exported, arguments.vllm)})
 
 
 def measure(exported: Path, python: str) -> dict[str, Any]:

@@ -1,0 +1,58 @@
+"""Claims of docs/claims.md, measured again with real language models, by the same rule."""
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from benchmarks.claims.catalog import CLAIMS
+from benchmarks.claims.claim import HOLDS, OPEN, WRONG, verdict_of
+from benchmarks.claims.page import TEXTS
+from benchmarks.record import RESULTS
+
+#: claim → the differences that it predicts to be positive: a figure of the first run minus that of the second
+PREDICTIONS = yaml.safe_load("""
+gkd:
+  - {text: "off-policy − on-policy, reverse KL of own text", runs: [off_policy, on_policy], figure: own_reverse_kl}
+alpha-beta:
+  - {text: "forward KL − JSD, cross-entropy", runs: [forward_kl, jsd], figure: cross_entropy}
+  - {text: "reverse KL − JSD, cross-entropy", runs: [reverse_kl, jsd], figure: cross_entropy}
+student-init:
+  - {text: "random − every second layer, cross-entropy", runs: [random, forward_kl], figure: cross_entropy}
+""")
+#: the seeds that a verdict needs
+SEEDS = 3
+
+
+def claims_table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
+    """The lines of a table. results: run → the result files of its seeds."""
+    yield "| claim | small models | difference here | SmolLM2 |\n| --- | --- | --- | --- |"
+    for name, predictions in PREDICTIONS.items():
+        measured = [item for item in predictions if all(run in results for run in item["runs"])]
+        if len(measured) < len(predictions):
+            continue
+        texts, seeds = [], []
+        for item in measured:
+            first, second = ([seed["figures"][item["figure"]] for seed in results[run]] for run in item["runs"])
+            seeds.append([before - after for before, after in zip(first, second, strict=False)])
+            texts.append(f"{item['text']}: {statistics.mean(seeds[-1]):+.3f}")
+        count = min(map(len, seeds))
+        verdict = _verdict(seeds) if count >= SEEDS else f"{count} of {SEEDS} seeds"
+        title = f"[{TEXTS[name]['title']}](../claims.md)"
+        yield f"| {title} | {_small_verdict(name)} | {'; '.join(texts)} | {verdict} |"
+
+
+def _verdict(differences: list[list[float]]) -> str:
+    """The verdict by the rule of docs/claims.md, with margins of 0."""
+    if any(max(values) < 0 for values in differences):
+        return WRONG
+    return HOLDS if all(min(values) > 0 for values in differences) else OPEN
+
+
+def _small_verdict(name: str) -> str:
+    claim = CLAIMS[name]
+    path = claim.result_file(RESULTS)
+    assert path is not None
+    return verdict_of(claim, claim.figures(json.loads(path.read_text(encoding="utf-8"))))
