@@ -1,7 +1,7 @@
 """Measures what has no result file yet, then writes docs/results/real.md.
 
     python -m benchmarks.real                    # all experiments of experiments.yaml
-    python -m benchmarks.real recovery --seeds 0 1 2
+    python -m benchmarks.real recovery --runs jsd cross_entropy --seeds 0 1 2
 
 A rehearsal: BENCHMARK_RESULTS=/tmp/results python -m benchmarks.real --steps 2 --work /tmp/real --page /tmp/page
 
@@ -9,15 +9,17 @@ About ten minutes for each run and seed on two idle cores. An interrupted run is
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.real.page import FOLDER, write_page
-from benchmarks.real.runs import EXPERIMENTS, Run, runs, start_path
+from benchmarks.real.runs import EXPERIMENTS, Run, start_path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
+    parser.add_argument("--runs", nargs="+", metavar="RUN", help="Only these runs of the experiments.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, help="Steps of each run, for a rehearsal.")
     parser.add_argument("--work", type=Path, default=Path("runs/real"), metavar="WORK")
@@ -26,14 +28,21 @@ def main() -> None:
     if unknown := set(arguments.experiments) - EXPERIMENTS.keys():
         parser.error(f"got {', '.join(sorted(unknown))}, expected some of {', '.join(EXPERIMENTS)}")
     for experiment in arguments.experiments or EXPERIMENTS:
-        measure(experiment, arguments.seeds, arguments.work, arguments.steps)
+        runs = [
+            Run(experiment, name, seed, arguments.work, arguments.steps)
+            for seed in arguments.seeds
+            for name in arguments.runs or EXPERIMENTS[experiment]["runs"]
+            if name in EXPERIMENTS[experiment]["runs"]
+        ]
+        measure(experiment, runs)
     write_page(arguments.page)
 
 
-def measure(experiment: str, seeds: list[int], work: Path, steps: int | None) -> None:
-    for run in runs(experiment, seeds, work, steps):
-        if not start_path(experiment).exists():
-            Run(experiment, run.name, 0, work, steps).measure_start()
+def measure(experiment: str, runs: Sequence[Run]) -> None:
+    """Measure the models that an experiment begins with, and those runs that have no result file."""
+    if runs and not start_path(experiment).exists():
+        runs[0].measure_start()
+    for run in runs:
         if run.result_path.exists():
             print(f"{run.result_path} exists")
         else:

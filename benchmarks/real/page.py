@@ -1,8 +1,10 @@
 """Writes docs/results/real.md, its pictures and real_answers.csv from the result files."""
 
 import csv
+import io
 import json
 import statistics
+import textwrap
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -26,6 +28,8 @@ FIGURES = {
 }
 #: the result file of served.py
 SERVED = RESULTS / "real-served.json"
+#: characters of a line
+WIDTH = 118
 #: words of a sequence that counts as repeated if the same answer has had it before
 SEQUENCE = 3
 INTRODUCTION = """\
@@ -42,22 +46,27 @@ cores of {cpu}, with torch {torch}.
 
 
 def write_page(folder: Path = FOLDER) -> None:
-    """Write the page and its pictures, of those runs that have a result file."""
+    """Write the page, its pictures and the answers, of those runs that have a result file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in pages().items():
+        (folder / name).write_text(content, encoding="utf-8")
+        print(folder / name)
+
+
+def pages() -> dict[str, str]:
+    """The content of each file, by its name. Raises ValueError without any result file."""
     measured = {name: results for name in EXPERIMENTS if (results := results_of(name))}
     if not measured:
         raise ValueError(f"{RESULTS} has no result file real-*.json: run `make real` first")
-    folder.mkdir(parents=True, exist_ok=True)
     sections = [_introduction(next(iter(next(iter(measured.values())).values()))[0])]
     for experiment, results in measured.items():
         sections += _section(experiment, results)
-        (folder / f"real-{experiment}.svg").write_text(_picture(experiment, results), encoding="utf-8")
     if SERVED.exists():
         sections += _served_section(_read(SERVED)["figures"])
     every_run = {name: seeds for results in measured.values() for name, seeds in results.items()}
     sections += ["## Claims of the field\n", *claims_table(every_run), ""]
-    _write_answers(folder / "real_answers.csv", measured)
-    (folder / "real.md").write_text("\n".join(sections), encoding="utf-8")
-    print(folder / "real.md")
+    pictures = {f"real-{experiment}.svg": _picture(experiment, results) for experiment, results in measured.items()}
+    return {"real.md": "\n".join(sections), "real_answers.csv": _answers_table(measured), **pictures}
 
 
 def results_of(experiment: str) -> dict[str, list[dict[str, Any]]]:
@@ -82,13 +91,13 @@ def _section(experiment: str, results: dict[str, list[dict[str, Any]]]) -> Itera
     names = [name for name in FIGURES if name in rows[-1][1][0]["figures"]]
     written = "answers" in rows[-1][1][0]
     headings = [FIGURES[name][0] for name in names] + (["repeated"] if written else []) + ["seeds"]
-    yield f"## {plan['title']}\n\n{plan['about'].strip()}\n\n![{plan['title']}](real-{experiment}.svg)\n"
+    yield f"## {plan['title']}\n\n{textwrap.fill(plan['about'], WIDTH)}\n\n![{plan['title']}](real-{experiment}.svg)\n"
     yield f"| | {' | '.join(headings)} |\n| --- |{' --- |' * len(headings)}"
     for title, runs in rows:
         cells = [_spread([run["figures"][name] for run in runs], FIGURES[name][1]) for name in names]
         cells += [_spread([repeated(run["answers"]) for run in runs], "{:.0%}")] if written else []
         yield f"| {title} | {' | '.join(cells)} | {len(runs) if 'run' in runs[0] else ''} |"
-    yield f"\n{plan['verdict'].strip()}\n" if "verdict" in plan else ""
+    yield f"\n{textwrap.fill(plan['shows'], WIDTH)}\n" if "shows" in plan else ""
 
 
 def _rows(experiment: str, results: dict[str, list[dict[str, Any]]]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -133,18 +142,19 @@ def repeated(answers: dict[str, str]) -> float:
     return again / max(count, 1)
 
 
-def _write_answers(path: Path, measured: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
-    """Write the greedy answers of the first seed side by side: a row for each question, a column for each model."""
+def _answers_table(measured: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
+    """The greedy answers of the first seed side by side: a row for each question, a column for each model."""
     columns = {
         f"{experiment}: {title}": runs[0]["answers"]
         for experiment, results in measured.items()
         for title, runs in _rows(experiment, results)
         if "answers" in runs[0]
     }
-    with path.open("w", encoding="utf-8", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["question", *columns])
-        rows.writerows([prompt, *(answers[prompt] for answers in columns.values())] for prompt in PROMPTS)
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["question", *columns])
+    rows.writerows([prompt, *(answers[prompt] for answers in columns.values())] for prompt in PROMPTS)
+    return text.getvalue()
 
 
 def _picture(experiment: str, results: dict[str, list[dict[str, Any]]]) -> str:

@@ -1,6 +1,5 @@
 """The runs of experiments.yaml: their training, their figures and their result files."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,13 +112,6 @@ class Run:
 
 def start_path(experiment: str) -> Path:
     return RESULTS / f"real-{experiment}-start.json"
-
-
-def runs(experiment: str, seeds: list[int], work: Path, steps: int | None) -> Iterator[Run]:
-    """The runs of an experiment, the first seed of all runs first."""
-    for seed in seeds:
-        for name in EXPERIMENTS[experiment]["runs"]:
-            yield Run(experiment, name, seed, work, steps)
 
 
 def _texts() -> dict[str, Any]:

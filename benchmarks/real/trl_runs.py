@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-DOCUMENTS = 3
+DOCUMENTS = 2
 
 
 def train(settings: dict[str, Any], beta: float, out: Path) -> Path:

@@ -1,4 +1,4 @@
-"""docs/claims.md is what claims.yaml and the result files say, and its rule decides as it is stated."""
+"""docs/claims.md and docs/results/real.md are what the result files say, and the rule decides as it is stated."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ from benchmarks.claims.__main__ import measure
 from benchmarks.claims.catalog import CLAIMS
 from benchmarks.claims.claim import HOLDS, OPEN, WRONG, Claim, Difference, verdict_of
 from benchmarks.claims.page import NOT_MEASURED, PAGE, TEXTS, page
+from benchmarks.real.page import FOLDER, pages
 from benchmarks.record import RESULTS
 
 MEASURED = [name for name, claim in CLAIMS.items() if claim.measure is not None]
@@ -19,6 +20,10 @@ def test_the_page_is_what_the_result_files_say(tmp_path: Path) -> None:
     assert page(tmp_path).count(f"**Verdict: {NOT_MEASURED}") == len(TEXTS)
     assert {*CLAIMS} <= {*TEXTS}
     assert all(name in CLAIMS or "needs" in texts for name, texts in TEXTS.items())
+
+
+def test_the_page_of_real_models_is_what_the_result_files_say() -> None:
+    assert {name: (FOLDER / name).read_text(encoding="utf-8") for name in pages()} == pages()
 
 
 @pytest.mark.parametrize(
