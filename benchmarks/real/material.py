@@ -24,6 +24,8 @@ from stillhouse.tools.demo.corpus import Split, collect_split
 PIECE = 1200
 #: pieces for training (about 120,000 tokens) and for the held-out figures (about 3,000 tokens)
 TRAINED, HELD_OUT = 400, 10
+#: pieces of a training text that is read again and again
+FEW = 10
 #: tokens of a beginning, of the text's own continuation, and of the teacher's
 BEGINNING, CONTINUATION, ANSWER = 64, 64, 192
 #: beginnings that the teacher continues: as many tokens as 90 steps of 1,024 read
@@ -88,8 +90,12 @@ def _part(path: Path, layers: list[int]) -> None:
     model.save_pretrained(path)
 
 
-def _text(path: Path) -> None:
-    _write(path, ({"text": piece} for piece in training_pieces()))
+def _text(path: Path, count: int = TRAINED) -> None:
+    _write(path, ({"text": piece} for piece in training_pieces()[:count]))
+
+
+def _held_out(path: Path) -> None:
+    _write(path, ({"text": piece} for piece in held_out_pieces()))
 
 
 def _beginnings(path: Path) -> None:
@@ -121,6 +127,8 @@ def _write(path: Path, records: Iterable[dict[str, Any]]) -> None:
 MAKERS: dict[str, Callable[[Path], None]] = {
     **{name: partial(_part, layers=layers) for name, layers in LAYERS.items()},
     "text": _text,
+    "few_texts": partial(_text, count=FEW),
+    "held_out": _held_out,
     "beginnings": _beginnings,
     "continued": _continued,
     "answers": _answers,

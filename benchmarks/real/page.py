@@ -91,7 +91,8 @@ def _section(experiment: str, results: dict[str, list[dict[str, Any]]]) -> Itera
     names = [name for name in FIGURES if name in rows[-1][1][0]["figures"]]
     written = "answers" in rows[-1][1][0]
     headings = [FIGURES[name][0] for name in names] + (["repeated"] if written else []) + ["seeds"]
-    yield f"## {plan['title']}\n\n{textwrap.fill(plan['about'], WIDTH)}\n\n![{plan['title']}](real-{experiment}.svg)\n"
+    yield f"## {plan['title']}\n\n{textwrap.fill(plan['about'], WIDTH)}\n"
+    yield f"![{plan['title']}](real-{experiment}.svg)\n"
     yield f"| | {' | '.join(headings)} |\n| --- |{' --- |' * len(headings)}"
     for title, runs in rows:
         cells = [_spread([run["figures"][name] for run in runs], FIGURES[name][1]) for name in names]

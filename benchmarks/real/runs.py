@@ -33,8 +33,14 @@ SETTINGS = {
     "checkpoint.keep": 1,
     "device": "cpu",
 }
-#: metrics of each step that a result file has
-CURVES = "loss/total_nats_per_token", "train/gradient_norm", "rollout/reward", "rollout/equal_rewards"
+#: metrics that a result file has, of each step or evaluation
+CURVES = (
+    "loss/total_nats_per_token",
+    "eval/cross_entropy",
+    "train/gradient_norm",
+    "rollout/reward",
+    "rollout/equal_rewards",
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class Run:
         settings = SETTINGS | experiment["settings"] | experiment["runs"][self.name]
         del settings["title"]
         settings["train.steps"] = settings["train.steps"] if self.steps is None else self.steps
-        return settings | {"seed": self.seed}
+        return {key: value for key, value in settings.items() if value is not None} | {"seed": self.seed}
 
     def model(self) -> Path:
         """Return the folder of the trained model. It is trained if it is not there; an interrupted run goes on."""

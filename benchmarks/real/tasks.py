@@ -12,7 +12,7 @@ TASKS: dict[str, tuple[str, dict[str, Any], str]] = {
     "words": ("spell_backward", {"min_word_len": 3, "max_word_len": 4}, "Answer with the word alone."),
     "long_words": ("spell_backward", {"min_word_len": 9, "max_word_len": 12}, "Answer with the word alone."),
 }
-#: the tasks that are learned: every problem of long words gets the score 0
+#: the tasks that are learned; SmolLM2 gets no problem of long words right
 LEARNED = "sums", "words"
 #: problems of a task for training, and for the held-out figures
 TRAINED, HELD_OUT = 300, 32
@@ -41,8 +41,13 @@ def held_out_problems(task: str) -> list[dict[str, Any]]:
 
 
 def score(prompt: str, completion: str, record: dict[str, Any]) -> float:
-    """The verifier's score, from 0 to 1: 1 for the right answer alone, less if there is more text around it."""
+    """The verifier's score, from 0 to 1: 1 for the right answer alone, less for one that is partly right."""
     return float(_verifier(record["entry"]["metadata"]["source_dataset"])(completion.strip(), record["entry"]))
+
+
+def exact(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    """1 for the right answer alone, 0 for any other."""
+    return float(completion.strip() == record["entry"]["answer"])
 
 
 @cache
