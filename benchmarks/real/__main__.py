@@ -9,6 +9,7 @@ About ten minutes for each run and seed on two idle cores. An interrupted run is
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.experiments) - EXPERIMENTS.keys():
         parser.error(f"got {', '.join(sorted(unknown))}, expected some of {', '.join(EXPERIMENTS)}")
+    if arguments.steps is not None and "BENCHMARK_RESULTS" not in os.environ:
+        parser.error("the results of a rehearsal have no meaning: set BENCHMARK_RESULTS to a folder for them")
     for experiment in arguments.experiments or EXPERIMENTS:
         runs = [
             Run(experiment, name, seed, arguments.work, arguments.steps)
@@ -43,10 +46,7 @@ def measure(experiment: str, runs: Sequence[Run]) -> None:
     if runs and not start_path(experiment).exists():
         runs[0].measure_start()
     for run in runs:
-        if run.result_path.exists():
-            print(f"{run.result_path} exists")
-        else:
-            run.measure()
+        run.measure()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -10,12 +11,12 @@ import yaml
 from benchmarks.claims.catalog import CLAIMS
 from benchmarks.claims.claim import HOLDS, OPEN, WRONG, verdict_of
 from benchmarks.claims.page import TEXTS
-from benchmarks.record import RESULTS
 
 #: claim → the differences that it predicts to be positive: a figure of the first run minus that of the second
 PREDICTIONS = yaml.safe_load("""
 gkd:
-  - {text: "off-policy − on-policy, reverse KL of own text", runs: [off_policy, on_policy], figure: own_reverse_kl}
+  - {text: "reverse KL: dataset − own", runs: [dataset, own], figure: own_reverse_kl}
+  - {text: "forward KL: dataset − own", runs: [dataset_forward, own_forward], figure: own_reverse_kl}
 alpha-beta:
   - {text: "forward KL − JSD, cross-entropy", runs: [forward_kl, jsd], figure: cross_entropy}
   - {text: "reverse KL − JSD, cross-entropy", runs: [reverse_kl, jsd], figure: cross_entropy}
@@ -35,8 +36,11 @@ def claims_table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator
             continue
         texts, seeds = [], []
         for item in measured:
-            first, second = ([seed["figures"][item["figure"]] for seed in results[run]] for run in item["runs"])
-            seeds.append([before - after for before, after in zip(first, second, strict=False)])
+            first, second = (
+                {result["settings"]["seed"]: result["figures"][item["figure"]] for result in results[run]}
+                for run in item["runs"]
+            )
+            seeds.append([first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())])
             texts.append(f"{item['text']}: {statistics.mean(seeds[-1]):+.3f}")
         count = min(map(len, seeds))
         verdict = _verdict(seeds) if count >= SEEDS else f"{count} of {SEEDS} seeds"
@@ -53,6 +57,6 @@ def _verdict(differences: list[list[float]]) -> str:
 
 def _small_verdict(name: str) -> str:
     claim = CLAIMS[name]
-    path = claim.result_file(RESULTS)
+    path = claim.result_file(Path(__file__).parents[1] / "results")
     assert path is not None
     return verdict_of(claim, claim.figures(json.loads(path.read_text(encoding="utf-8"))))

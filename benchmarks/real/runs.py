@@ -1,5 +1,6 @@
 """The runs of experiments.yaml: their training, their figures and their result files."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import yaml
 
 from benchmarks.real.figures import answers, own_figures, task_figures, text_figures
-from benchmarks.real.material import described, held_out_pieces, material, training_pieces
+from benchmarks.real.material import described, file_facts, held_out_pieces, material
 from benchmarks.real.trl_runs import train
 from benchmarks.record import RESULTS, write_result
 from benchmarks.training_runs import metrics, run_config
@@ -63,7 +64,7 @@ class Run:
         experiment = EXPERIMENTS[self.experiment]
         settings = SETTINGS | experiment["settings"] | experiment["runs"][self.name]
         del settings["title"]
-        settings["train.steps"] = settings["train.steps"] if self.steps is None else self.steps
+        settings["train.steps"] = min(settings["train.steps"], self.steps or settings["train.steps"])
         return {key: value for key, value in settings.items() if value is not None} | {"seed": self.seed}
 
     def model(self) -> Path:
@@ -74,13 +75,19 @@ class Run:
         return distill(run_config(settings | {"out": str(self._out)})) / "model"
 
     def measure(self) -> None:
-        """Train the model and write its result file."""
+        """Train the model and write its result file. Raises ValueError for a result file with other settings."""
+        if self.result_path.exists():
+            if json.loads(self.result_path.read_text(encoding="utf-8"))["settings"] != self.settings:
+                raise ValueError(f"{self.result_path} has other settings than experiments.yaml: remove it first")
+            print(f"{self.result_path} exists")
+            return
         model = self.model()
         result: dict[str, Any] = {"experiment": self.experiment, "run": self.name, "settings": self.settings}
         lines = metrics(self._out)
         curves = {key: values for key in CURVES if (values := [line[key] for line in lines if key in line])}
         result |= {"trained": {key: lines[-1][key] for key in ("tokens", "seconds")}, "curves": curves}
-        result |= {"text": _texts()}
+        result |= {"data": file_facts(Path(self.resolve(self.settings["data.train"])))}
+        result |= {"held_out": described(held_out_pieces())}
         write_result(self.result_path, result | self.figures(model))
 
     def measure_start(self) -> None:
@@ -118,7 +125,3 @@ class Run:
 
 def start_path(experiment: str) -> Path:
     return RESULTS / f"real-{experiment}-start.json"
-
-
-def _texts() -> dict[str, Any]:
-    return {"trained": described(training_pieces()), "held_out": described(held_out_pieces())}

@@ -51,7 +51,10 @@ def measure(exported: Path, python: str) -> dict[str, Any]:
         expected = greedy(exported, prompts, dtype)
         name = str(dtype).removeprefix("torch.")
         with vllm(python, exported, "--dtype", name) as url:
-            answers = [request(url, exported.name, ids, max_tokens=NEW_TOKENS)["token_ids"] for ids in prompts]
+            answers = [
+                request(url, exported.name, ids, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS)["token_ids"]
+                for ids in prompts
+            ]
             log_probs = torch.cat([vllm_log_probs(url, exported.name, ids) for ids in texts])
         pairs = list(zip(chain(*answers), chain(*expected), strict=True))
         differences = {"vllm": (log_probs - exact).abs()}
@@ -92,8 +95,8 @@ def vllm_log_probs(url: str, model: str, ids: list[int]) -> Tensor:
 
 
 def request(url: str, model: str, ids: list[int], **settings: Any) -> dict[str, Any]:
-    """The first choice of a greedy completion. All of its tokens are generated, even after an end of sequence."""
-    body = {"model": model, "prompt": ids, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **settings}
+    """The first choice of a greedy completion."""
+    body = {"model": model, "prompt": ids, "temperature": 0, "return_token_ids": True, **settings}
     answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=300).raise_for_status().json()
     choice: dict[str, Any] = answer["choices"][0]
     return choice

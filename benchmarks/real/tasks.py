@@ -10,7 +10,7 @@ from typing import Any
 TASKS: dict[str, tuple[str, dict[str, Any], str]] = {
     "sums": ("chain_sum", {"min_terms": 2, "max_terms": 2, "max_digits": 2}, "Answer with the number alone."),
     "words": ("spell_backward", {"min_word_len": 3, "max_word_len": 4}, "Answer with the word alone."),
-    "long_words": ("spell_backward", {"min_word_len": 9, "max_word_len": 12}, "Answer with the word alone."),
+    "long_words": ("spell_backward", {"min_word_len": 9, "max_word_len": 10}, "Answer with the word alone."),
 }
 #: the tasks that are learned; SmolLM2 gets no problem of long words right
 LEARNED = "sums", "words"

@@ -112,7 +112,7 @@ def test_a_real_tokenizer_is_read(name: str) -> None:
 
 
 def test_a_part_of_a_real_model_learns_from_the_whole(tmp_path: Path) -> None:
-    """The loss and the gradient of the first step are those of transformers in float64, and the KL falls."""
+    """The first step's loss and norm of the gradient are those of transformers in float64, and the KL falls."""
     teacher, text = real_model("smollm2"), TEXTS[0][:600]
     tokenizer, config = AutoTokenizer.from_pretrained(teacher), AutoConfig.from_pretrained(teacher)
     config.num_hidden_layers = 10
@@ -138,7 +138,10 @@ def test_a_part_of_a_real_model_learns_from_the_whole(tmp_path: Path) -> None:
 
 
 def reference_step(teacher: Path, ids: list[int]) -> tuple[float, float]:
-    """The forward KL in nats per token of SmolLM2 with every third layer, and the norm of its gradient."""
+    """The forward KL in nats per token of SmolLM2 with every third layer, and the norm of its gradient.
+
+    In float64, except for the norms of Llama's layers, which compute in float32.
+    """
     whole, part = (AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64) for _ in range(2))
     part.model.layers = part.model.layers[::3]
     input_ids = torch.tensor([ids])
