@@ -24,7 +24,8 @@ def problems(task: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
 
     name, difficulty, instruction = TASKS[task]
     for entry in reasoning_gym.create_dataset(name, seed=seed, size=count, **difficulty):
-        yield {"prompt": [{"role": "user", "content": f"{instruction} {entry['question']}"}], "entry": entry}
+        prompt = [{"role": "user", "content": f"{instruction} {entry['question']}"}]
+        yield {"prompt": prompt, "completion": [{"role": "assistant", "content": entry["answer"]}], "entry": entry}
 
 
 def write_problems(path: Path, names: Sequence[str]) -> None:
