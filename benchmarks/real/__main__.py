@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.real.page import FOLDER, write_page
-from benchmarks.real.runs import EXPERIMENTS, Run, start_path
+from benchmarks.real.runs import EXPERIMENTS, Run
 
 
 def main() -> None:
@@ -43,9 +43,8 @@ def main() -> None:
 
 def measure(experiment: str, runs: Sequence[Run]) -> None:
     """Measure the models that an experiment begins with, and those runs that have no result file."""
-    if runs and not start_path(experiment).exists():
-        runs[0].measure_start()
     for run in runs:
+        run.measure_start()
         run.measure()
 
 

@@ -91,10 +91,12 @@ class Run:
         write_result(self.result_path, result | self.figures(model))
 
     def measure_start(self) -> None:
-        """Write the result file of the models that the experiment begins with."""
-        names = EXPERIMENTS[self.experiment]["start"]
-        models = {name: self.figures(Path(self.resolve(model))) for name, model in names.items()}
-        write_result(start_path(self.experiment), {"experiment": self.experiment, "models": models})
+        """Write the result file of the models that the experiment begins with. Those that are in it stay."""
+        path, names = start_path(self.experiment), EXPERIMENTS[self.experiment]["start"]
+        measured = json.loads(path.read_text(encoding="utf-8"))["models"] if path.exists() else {}
+        if measured.keys() != names.keys():
+            models = {name: measured.get(name) or self.figures(Path(self.resolve(names[name]))) for name in names}
+            write_result(path, {"experiment": self.experiment, "models": models})
 
     def figures(self, model: Path) -> dict[str, Any]:
         """The figures of a model that the experiment asks for, and its answers."""

@@ -35,7 +35,7 @@ def main() -> None:
     arguments = parser.parse_args()
     exported = arguments.work / "exported"
     if not exported.exists():
-        export_run(Run("recovery", "forward_kl", 0, arguments.work).model().parent, exported, None, ExportSettings())
+        export_run(Run("recovery", "most", 0, arguments.work).model().parent, exported, None, ExportSettings())
     write_result(SERVED, {"figures": measure(exported, arguments.vllm)})
 
 
