@@ -25,7 +25,7 @@ FIGURES = {
     "agreement": ("agreement", "{:.1%}"),
     "own_reverse_kl": ("reverse KL, own text", "{:.3f}"),
     "sums": ("sums", "{:.2f}"),
-    "words": ("words backwards", "{:.2f}"),
+    "divisors": ("common divisors", "{:.2f}"),
 }
 #: the result file of served.py
 SERVED = RESULTS / "real-served.json"

@@ -9,11 +9,11 @@ from typing import Any
 #: name → the task of reasoning-gym, its difficulty, and the sentence before its question
 TASKS: dict[str, tuple[str, dict[str, Any], str]] = {
     "sums": ("chain_sum", {"min_terms": 2, "max_terms": 2, "max_digits": 2}, "Answer with the number alone."),
-    "words": ("spell_backward", {"min_word_len": 3, "max_word_len": 4}, "Answer with the word alone."),
+    "divisors": ("gcd", {"max_value": 20}, "Answer with the number alone."),
     "long_words": ("spell_backward", {"min_word_len": 9, "max_word_len": 10}, "Answer with the word alone."),
 }
 #: the tasks that are learned; SmolLM2 gets no problem of long words right
-LEARNED = "sums", "words"
+LEARNED = "sums", "divisors"
 #: problems of a task for training, and for the held-out figures
 TRAINED, HELD_OUT = 300, 32
 
