@@ -73,7 +73,7 @@ def test_before_and_after_are_the_same_loss_and_gradients(dtype: torch.dtype, er
     torch.manual_seed(0)
     student, teacher = (build("llama", seed=seed, dtype=dtype) for seed in (1, 2))
     ids, mask = torch.randint(3, 251, (2, 37)), torch.rand(2, 37) > 0.3
-    names = {"student": student, "teacher": teacher, "F": F, "ids": ids, "mask": mask}
+    names = {"student": student, "teacher": teacher, "torch": torch, "F": F, "ids": ids, "mask": mask}
     results = []
     for block in code_blocks(README, "python"):
         exec(block, names)
