@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import statistics
 import textwrap
 from collections.abc import Iterator
@@ -41,9 +42,8 @@ Gemma 3 270M, which `stillhouse fetch` gets, rounded to 4 to 8 bits in their pac
 of Python's standard library: {trained} pieces for training, and {held_out} others for the figures. Divergences are in
 nats per token, against SmolLM2. Agreement is the share of tokens where both models find the same token most probable.
 Repeated is the share of the sequences of {sequence} words in 20 greedy answers that the same answer has had before:
-[the answers side by side](real_answers.csv). Tokens are those that are to be predicted, in all steps. The figures of
-all tables but the last two are measured with transformers alone, in float32, on {cores} cores of {cpu}, with torch
-{torch}.
+[the answers side by side](real_answers.csv). The figures of all tables but the last two are measured with
+transformers alone, in float32, on {cores} cores of {cpu}, with torch {torch}.
 """
 
 
@@ -98,16 +98,28 @@ def _section(experiment: str, results: dict[str, list[dict[str, Any]]]) -> Itera
     plan, rows = EXPERIMENTS[experiment], _rows(experiment, results)
     names = [name for name in FIGURES if name in rows[-1][1][0]["figures"]]
     written = "answers" in rows[-1][1][0]
-    headings = [FIGURES[name][0] for name in names] + (["repeated"] if written else []) + ["tokens", "seeds"]
+    headings = [FIGURES[name][0] for name in names] + (["repeated"] if written else []) + ["seeds"]
     yield f"## {plan['title']}\n\n{textwrap.fill(plan['about'], WIDTH)}\n"
     yield f"![{plan['title']}](real-{experiment}.svg)\n"
     yield f"| | {' | '.join(headings)} |\n| --- |{' --- |' * len(headings)}"
     for title, runs in rows:
         cells = [_spread([run["figures"][name] for run in runs], FIGURES[name][1]) for name in names]
-        cells += [_spread([repeated(run["answers"]) for run in runs], "{:.0%}")] if written else []
-        cells += [f"{runs[0]['trained']['tokens']:,}", str(len(runs))] if "trained" in runs[0] else ["", ""]
+        shares = [repeated(run["answers"]) for run in runs] if written else []
+        cells += [_spread(shares, "{:.0%}") if all(map(math.isfinite, shares)) else "no words"] if written else []
+        cells += [str(len(runs)) if "trained" in runs[0] else ""]
         yield f"| {title} | {' | '.join(cells)} |"
-    yield f"\n{textwrap.fill(plan['shows'], WIDTH)}\n" if "shows" in plan else ""
+    yield "\n" + textwrap.fill(" ".join([_tokens(rows), plan.get("shows", "")]), WIDTH) + "\n"
+
+
+def _tokens(rows: list[tuple[str, list[dict[str, Any]]]]) -> str:
+    """A sentence with the number of tokens that the models of a table have learned to predict."""
+    titles: dict[int, list[str]] = {}
+    for title, runs in rows:
+        if "trained" in runs[0]:
+            titles.setdefault(runs[0]["trained"]["tokens"], []).append(title)
+    (usual, _), *others = sorted(titles.items(), key=lambda item: -len(item[1]))
+    exceptions = (f"; {count:,} of “{title}”" for count, names in others for title in names)
+    return f"Tokens to be predicted, in all steps: {usual:,}{''.join(exceptions)}."
 
 
 def _rows(experiment: str, results: dict[str, list[dict[str, Any]]]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -142,14 +154,14 @@ def _spread(values: list[float], form: str) -> str:
 
 
 def repeated(answers: dict[str, str]) -> float:
-    """The share of sequences of `SEQUENCE` words that the same answer has had before."""
+    """The share of sequences of `SEQUENCE` words that the same answer has had before; NaN without any sequence."""
     again = count = 0
     for answer in answers.values():
         words = answer.split()
         sequences = list(zip(*(words[start:] for start in range(SEQUENCE)), strict=False))
         again += len(sequences) - len(set(sequences))
         count += len(sequences)
-    return again / max(count, 1)
+    return again / count if count else math.nan
 
 
 def _answers_table(measured: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
