@@ -65,9 +65,12 @@ claims: $(VENV)/.development
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.claims
 
 # experiments with real language models, which `stillhouse fetch` gets; those that have no result file yet, then a page
-# in docs/results/; ten minutes for each objective on two idle cores
+# in docs/results/; ten minutes for each run on two idle cores. The exported student is served if there is a vLLM, which
+# `make test-engines` installs
 real: $(VENV)/.development
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt
 	$(BIN)/python -m benchmarks.real
+	[ ! -x $(VLLM)/bin/python ] || $(BIN)/python -m benchmarks.real.served --vllm $(VLLM)/bin/python
 
 # on a machine with one NVIDIA GPU: its tests and all benchmarks within MINUTES minutes, the most important ones first,
 # with the machine's Python, torch and transformers; other packages come from wheels/ (`make wheels`), without a network

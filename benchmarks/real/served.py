@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.engines_server import vllm
 from benchmarks.real.figures import PROMPTS
 from benchmarks.real.material import held_out_pieces
-from benchmarks.real.page import SERVED
+from benchmarks.real.page import SERVED, write_page
 from benchmarks.real.runs import Run
 from benchmarks.record import write_result
 from stillhouse.tools.export_run import ExportSettings, export_run
@@ -33,10 +33,14 @@ def main() -> None:
     parser.add_argument("--vllm", required=True, help="The Python of an environment with vLLM.")
     parser.add_argument("--work", type=Path, default=Path("runs/real"))
     arguments = parser.parse_args()
+    if SERVED.exists():
+        print(f"{SERVED} exists")
+        return
     exported = arguments.work / "exported"
     if not exported.exists():
         export_run(Run("recovery", "most", 0, arguments.work).model().parent, exported, None, ExportSettings())
     write_result(SERVED, {"figures": measure(exported, arguments.vllm)})
+    write_page()
 
 
 def measure(exported: Path, python: str) -> dict[str, Any]:
