@@ -24,12 +24,17 @@ FIGURES = {
     "forward_kl": ("forward KL", "{:.3f}"),
     "reverse_kl": ("reverse KL", "{:.3f}"),
     "agreement": ("agreement", "{:.1%}"),
-    "own_reverse_kl": ("reverse KL, own text", "{:.3f}"),
-    "sums": ("sums", "{:.2f}"),
-    "divisors": ("common divisors", "{:.2f}"),
+    "repeated": ("repeated words", "{:.0%}"),
+    "own_reverse_kl": ("own text: reverse KL", "{:.3f}"),
+    "sums": ("right sums", "{:.0%}"),
+    "divisors": ("right divisors", "{:.0%}"),
 }
 #: the result file of served.py
 SERVED = RESULTS / "real-served.json"
+#: run → its results, of all seeds
+Results = dict[str, list[dict[str, Any]]]
+#: pixels of a picture's width, and of its titles
+PICTURE, TITLES = 960, 330
 #: characters of a line
 WIDTH = 118
 #: words of a sequence that counts as repeated if the same answer has had it before
@@ -42,8 +47,8 @@ Gemma 3 270M, which `stillhouse fetch` gets, rounded to 4 to 8 bits in their pac
 of Python's standard library: {trained} pieces for training, and {held_out} others for the figures. Divergences are in
 nats per token, against SmolLM2. Agreement is the share of tokens where both models find the same token most probable.
 Repeated is the share of the sequences of {sequence} words in 20 greedy answers that the same answer has had before:
-[the answers side by side](real_answers.csv). The figures of all tables but the last two are measured with
-transformers alone, in float32, on {cores} cores of {cpu}, with torch {torch}.
+[the answers side by side](real_answers.csv). The pictures show means over seeds, and [one file](real_figures.csv) has
+all figures. They are measured with transformers alone, in float32, on {cores} cores of {cpu}, with torch {torch}.
 """
 
 
@@ -67,17 +72,18 @@ def pages() -> dict[str, str]:
     if not measured:
         raise ValueError(f"{RESULTS} has no result file real-*.json: run `make real` first")
     sections = [_introduction(next(iter(next(iter(measured.values())).values()))[0])]
-    for experiment, results in measured.items():
-        sections += _section(experiment, results)
+    for experiment in measured:
+        sections += _section(experiment)
     if SERVED.exists():
         sections += _served_section(_read(SERVED)["figures"])
     every_run = {name: seeds for results in measured.values() for name, seeds in results.items()}
     sections += ["## Claims of the field\n", CLAIMS_REMARK, *claims_table(every_run), ""]
     pictures = {f"real-{experiment}.svg": _picture(experiment, results) for experiment, results in measured.items()}
-    return {"real.md": "\n".join(sections), "real_answers.csv": _answers_table(measured), **pictures}
+    tables = {"real_figures.csv": _figures_table(measured), "real_answers.csv": _answers_table(measured)}
+    return {"real.md": "\n".join(sections), **tables, **pictures}
 
 
-def results_of(experiment: str) -> dict[str, list[dict[str, Any]]]:
+def results_of(experiment: str) -> Results:
     """The results of each run of an experiment, of all seeds."""
     names = {
         name: sorted(RESULTS.glob(f"real-{experiment}-{name}-seed*.json")) for name in EXPERIMENTS[experiment]["runs"]
@@ -94,35 +100,14 @@ def _introduction(run: dict[str, Any]) -> str:
     return INTRODUCTION.format(sequence=SEQUENCE, cores=run["cores"], cpu=run["cpu"], torch=run["torch"], **pieces)
 
 
-def _section(experiment: str, results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    plan, rows = EXPERIMENTS[experiment], _rows(experiment, results)
-    names = [name for name in FIGURES if name in rows[-1][1][0]["figures"]]
-    written = "answers" in rows[-1][1][0]
-    headings = [FIGURES[name][0] for name in names] + (["repeated"] if written else []) + ["seeds"]
+def _section(experiment: str) -> Iterator[str]:
+    plan = EXPERIMENTS[experiment]
     yield f"## {plan['title']}\n\n{textwrap.fill(plan['about'], WIDTH)}\n"
     yield f"![{plan['title']}](real-{experiment}.svg)\n"
-    yield f"| | {' | '.join(headings)} |\n| --- |{' --- |' * len(headings)}"
-    for title, runs in rows:
-        cells = [_spread([run["figures"][name] for run in runs], FIGURES[name][1]) for name in names]
-        shares = [repeated(run["answers"]) for run in runs] if written else []
-        cells += [_spread(shares, "{:.0%}") if all(map(math.isfinite, shares)) else "no words"] if written else []
-        cells += [str(len(runs)) if "trained" in runs[0] else ""]
-        yield f"| {title} | {' | '.join(cells)} |"
-    yield "\n" + textwrap.fill(" ".join([_tokens(rows), plan.get("shows", "")]), WIDTH) + "\n"
+    yield textwrap.fill(plan["shows"], WIDTH) + "\n" if "shows" in plan else ""
 
 
-def _tokens(rows: list[tuple[str, list[dict[str, Any]]]]) -> str:
-    """A sentence with the number of tokens that the models of a table have learned to predict."""
-    titles: dict[int, list[str]] = {}
-    for title, runs in rows:
-        if "trained" in runs[0]:
-            titles.setdefault(runs[0]["trained"]["tokens"], []).append(title)
-    (usual, _), *others = sorted(titles.items(), key=lambda item: -len(item[1]))
-    exceptions = (f"; {count:,} of “{title}”" for count, names in others for title in names)
-    return f"Tokens to be predicted, in all steps: {usual:,}{''.join(exceptions)}."
-
-
-def _rows(experiment: str, results: dict[str, list[dict[str, Any]]]) -> list[tuple[str, list[dict[str, Any]]]]:
+def _rows(experiment: str, results: Results) -> list[tuple[str, list[dict[str, Any]]]]:
     """The models of a table by their titles: those without training, then those of each run, of all seeds."""
     models, runs = _read(start_path(experiment))["models"], EXPERIMENTS[experiment]["runs"]
     rows = [(f"before: {name}", [model]) for name, model in models.items()]
@@ -132,11 +117,12 @@ def _rows(experiment: str, results: dict[str, list[dict[str, Any]]]) -> list[tup
 def _served_section(figures: dict[str, dict[str, float]]) -> Iterator[str]:
     """The section about the exported student in a stock vLLM. figures: by the dtype of the server."""
     yield "## The exported student in a stock vLLM\n"
-    yield (
+    about = (
         "The student with 24 layers, exported and served on a CPU. Greedy tokens are compared with "
         "those of transformers in the same dtype, log-probabilities of held-out tokens with transformers in "
-        "float32. In bfloat16, the error of transformers itself stands beside that of vLLM.\n"
+        "float32. In bfloat16, the error of transformers itself stands beside that of vLLM."
     )
+    yield textwrap.fill(about, WIDTH) + "\n"
     yield "| dtype | equal greedy tokens | largest difference, nats | mean | transformers: largest | mean |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for dtype, row in figures.items():
@@ -145,12 +131,6 @@ def _served_section(figures: dict[str, dict[str, float]]) -> Iterator[str]:
         cells += [f"{row[key]:.2g}" if key in row else "" for key in keys]
         yield f"| {dtype} | {' | '.join(cells)} |"
     yield ""
-
-
-def _spread(values: list[float], form: str) -> str:
-    """The mean, and the smallest and largest of several values."""
-    mean = form.format(statistics.mean(values))
-    return mean if len(values) == 1 else f"{mean} ({form.format(min(values))} to {form.format(max(values))})"
 
 
 def repeated(answers: dict[str, str]) -> float:
@@ -164,7 +144,28 @@ def repeated(answers: dict[str, str]) -> float:
     return again / count if count else math.nan
 
 
-def _answers_table(measured: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
+def _figure(result: dict[str, Any], name: str) -> float:
+    """A figure of a result; NaN if it has not been measured, or if the answers have no words."""
+    if name == "repeated":
+        return repeated(result.get("answers", {}))
+    value: float = result["figures"].get(name, math.nan)
+    return value
+
+
+def _figures_table(measured: dict[str, Results]) -> str:
+    """All figures: a row for each model and seed."""
+    lines = []
+    for experiment, results in measured.items():
+        for title, seeds in _rows(experiment, results):
+            for result in seeds:
+                values = [_figure(result, name) for name in FIGURES]
+                cells = ["" if math.isnan(value) else f"{value:.5g}" for value in values]
+                seed, tokens = result.get("settings", {}).get("seed", ""), result.get("trained", {}).get("tokens", "")
+                lines.append([experiment, title, seed, tokens, *cells])
+    return _csv(["experiment", "model", "seed", "tokens to be predicted", *FIGURES], lines)
+
+
+def _answers_table(measured: dict[str, Results]) -> str:
     """The greedy answers of the first seed side by side: a row for each question, a column for each model."""
     columns = {
         f"{experiment}: {title}": runs[0]["answers"]
@@ -172,30 +173,38 @@ def _answers_table(measured: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
         for title, runs in _rows(experiment, results)
         if "answers" in runs[0]
     }
+    lines = [[prompt, *(answers[prompt] for answers in columns.values())] for prompt in PROMPTS]
+    return _csv(["question", *columns], lines)
+
+
+def _csv(headings: list[str], lines: list[list[Any]]) -> str:
     text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["question", *columns])
-    rows.writerows([prompt, *(answers[prompt] for answers in columns.values())] for prompt in PROMPTS)
+    csv.writer(text, lineterminator="\n").writerows([headings, *lines])
     return text.getvalue()
 
 
-def _picture(experiment: str, results: dict[str, list[dict[str, Any]]]) -> str:
-    """Bars of the figure that the experiment is about, one for each run."""
-    plan = EXPERIMENTS[experiment]
-    name = plan["picture"]
-    values = {plan["runs"][run]["title"]: [seed["figures"][name] for seed in seeds] for run, seeds in results.items()}
-    means = {title: statistics.mean(figures) for title, figures in values.items()}
-    scale, height = 300 / max(*means.values(), 1e-9), 34 * len(means) + 40
-    parts = [f'<text x="10" y="20" font-weight="bold">{escape(FIGURES[name][0])}</text>']
-    for number, (title, value) in enumerate(means.items()):
-        y = 34 * number + 36
-        parts += [
-            f'<text x="340" y="{y + 16}" text-anchor="end">{escape(title)}</text>',
-            f'<rect x="350" y="{y}" width="{value * scale:.0f}" height="22" fill="#3b6ea5"/>',
-            f'<text x="{356 + value * scale:.0f}" y="{y + 16}">{FIGURES[name][1].format(value)}</text>',
-        ]
+def _picture(experiment: str, results: Results) -> str:
+    """A row for each model and a column for each of the experiment's most important figures, as bars."""
+    names, rows = EXPERIMENTS[experiment]["picture"], _rows(experiment, results)
+    height, column = 30 * len(rows) + 44, (PICTURE - TITLES) // len(names)
+    parts = [f'<rect width="{PICTURE}" height="{height}" fill="white"/>']
+    parts += [_text(TITLES - 10, 30 * row + 60, title, "end") for row, (title, _) in enumerate(rows)]
+    for number, name in enumerate(names):
+        x, (heading, form) = TITLES + number * column, FIGURES[name]
+        means = [statistics.mean(_figure(seed, name) for seed in seeds) for _, seeds in rows]
+        scale = (column - 80) / max([value for value in means if value > 0], default=1)
+        parts.append(_text(x, 20, heading, "start", ' font-weight="bold"'))
+        for row, value in enumerate(means):
+            width = 0 if math.isnan(value) else round(value * scale)
+            label = "too few words" if math.isnan(value) else form.format(value)
+            parts.append(f'<rect x="{x}" y="{30 * row + 44}" width="{width}" height="20" fill="#3b6ea5"/>')
+            parts.append(_text(x + width + 6, 30 * row + 60, label, "start"))
     content = "\n".join(parts)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 {height}" font-family="sans-serif" '
-        f'font-size="14">\n<rect width="740" height="{height}" fill="white"/>\n{content}\n</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {PICTURE} {height}" font-family="sans-serif" '
+        f'font-size="14">\n{content}\n</svg>\n'
     )
+
+
+def _text(x: int, y: int, text: str, anchor: str, style: str = "") -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}"{style}>{escape(text)}</text>'
