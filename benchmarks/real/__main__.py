@@ -28,9 +28,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.experiments) - EXPERIMENTS.keys():
         parser.error(f"got {', '.join(sorted(unknown))}, expected some of {', '.join(EXPERIMENTS)}")
+    experiments = arguments.experiments or [*EXPERIMENTS]
+    known = {name for experiment in experiments for name in EXPERIMENTS[experiment]["runs"]}
+    if unknown := set(arguments.runs or ()) - known:
+        parser.error(f"--runs: got {', '.join(sorted(unknown))}, expected some of {', '.join(sorted(known))}")
     if arguments.steps is not None and "BENCHMARK_RESULTS" not in os.environ:
         parser.error("the results of a rehearsal have no meaning: set BENCHMARK_RESULTS to a folder for them")
-    for experiment in arguments.experiments or EXPERIMENTS:
+    for experiment in experiments:
         runs = [
             Run(experiment, name, seed, arguments.work, arguments.steps)
             for seed in arguments.seeds

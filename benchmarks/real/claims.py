@@ -41,7 +41,10 @@ def claims_table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator
                 for run in item["runs"]
             )
             seeds.append([first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())])
-            texts.append(f"{item['text']}: {statistics.mean(seeds[-1]):+.3f}")
+        if not all(seeds):  # no seed is common to both runs
+            continue
+        for item, values in zip(measured, seeds, strict=True):
+            texts.append(f"{item['text']}: {statistics.mean(values):+.3f}")
         count = min(map(len, seeds))
         verdict = _verdict(seeds) if count >= SEEDS else f"{count} of {SEEDS} seeds"
         title = f"[{TEXTS[name]['title']}](../claims.md)"
