@@ -1,7 +1,7 @@
 """The runs of experiments.yaml: their training, their figures and their result files."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class Run:
         """Return the folder of the trained model. It is trained if it is not there; an interrupted run goes on."""
         settings = {key: self.resolve(value) for key, value in self.settings.items()}
         if "trl.beta" in settings:
-            return train(settings, settings["trl.beta"], self._out)
+            return train(settings, self._out)
         return distill(run_config(settings | {"out": str(self._out)})) / "model"
 
     def measure(self) -> None:
@@ -91,12 +91,19 @@ class Run:
         write_result(self.result_path, result | self.figures(model))
 
     def measure_start(self) -> None:
-        """Write the result file of the models that the experiment begins with. Those that are in it stay."""
-        path, names = start_path(self.experiment), EXPERIMENTS[self.experiment]["start"]
-        measured = json.loads(path.read_text(encoding="utf-8"))["models"] if path.exists() else {}
-        if measured.keys() != names.keys():
-            models = {name: measured.get(name) or self.figures(Path(self.resolve(names[name]))) for name in names}
-            write_result(path, {"experiment": self.experiment, "models": models})
+        """Write the result file of the models that the experiment begins with, of seed 0.
+
+        Raises ValueError for a result file with other models.
+        """
+        path = start_path(self.experiment)
+        settings = EXPERIMENTS[self.experiment]["start"]
+        if path.exists():
+            if json.loads(path.read_text(encoding="utf-8"))["settings"] != settings:
+                raise ValueError(f"{path} has other models than experiments.yaml: remove it first")
+            return
+        first = replace(self, seed=0)
+        models = {name: self.figures(Path(first.resolve(value))) for name, value in settings.items()}
+        write_result(path, {"experiment": self.experiment, "settings": settings, "models": models})
 
     def figures(self, model: Path) -> dict[str, Any]:
         """The figures of a model that the experiment asks for, and its answers."""

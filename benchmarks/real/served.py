@@ -10,6 +10,7 @@ that rounding sets.
 import argparse
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx2
@@ -36,10 +37,11 @@ def main() -> None:
     if SERVED.exists():
         print(f"{SERVED} exists")
         return
-    exported = arguments.work / "exported"
-    if not exported.exists():
-        export_run(Run("recovery", "most", 0, arguments.work).model().parent, exported, None, ExportSettings())
-    write_result(SERVED, {"figures": measure(exported, arguments.vllm)})
+    run = Run("recovery", "most", 0, arguments.work).model().parent
+    with TemporaryDirectory(dir=arguments.work) as folder:
+        exported = Path(folder) / "exported"
+        export_run(run, exported, None, ExportSettings())
+        write_result(SERVED, {"figures": measure(exported, arguments.vllm)})
     write_page()
 
 
