@@ -17,9 +17,16 @@ PREDICTIONS = yaml.safe_load("""
 gkd:
   - {text: "reverse KL: dataset − own", runs: [dataset, own], figure: own_reverse_kl}
   - {text: "forward KL: dataset − own", runs: [dataset_forward, own_forward], figure: own_reverse_kl}
+prefix-and-direction:
+  - {text: "entropy, the dataset: forward − reverse KL", runs: [dataset_forward, dataset], figure: own_entropy}
+  - {text: "entropy, own: forward − reverse KL", runs: [own_forward, own], figure: own_entropy}
+  - {text: "agreement, own: reverse − forward KL", runs: [own, own_forward], figure: agreement}
+  - {text: "agreement, reverse KL: own − the dataset", runs: [own, dataset], figure: agreement}
 alpha-beta:
   - {text: "forward KL − JSD, cross-entropy", runs: [forward_kl, jsd], figure: cross_entropy}
   - {text: "reverse KL − JSD, cross-entropy", runs: [reverse_kl, jsd], figure: cross_entropy}
+cross-tokenizer:
+  - {text: "cross-entropy: text alone − ULD", runs: [cross_entropy, uld_trl], figure: cross_entropy}
 student-init:
   - {text: "random − every second layer, cross-entropy", runs: [random, forward_kl], figure: cross_entropy}
 """)

@@ -42,16 +42,18 @@ def text_figures(teacher: Path, student: Path) -> dict[str, float]:
 
 @torch.no_grad()
 def own_figures(teacher: Path, student: Path, tokens: int = 64) -> dict[str, float]:
-    """The reverse KL in nats per token on continuations of held-out beginnings that the student samples."""
+    """The reverse KL and the student's entropy, in nats per token, on its samples after held-out beginnings."""
     tokenizer, model = loaded(student)
     expected = loaded(teacher)[1]
     ids_NT = torch.tensor([tokenizer(piece)["input_ids"][:BEGINNING] for piece in held_out_pieces()])
     with _seeded():
         settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_return_sequences": 2}
         # no end before the last token, so that all continuations are of one length
-        samples = model.generate(ids_NT, max_new_tokens=tokens, min_new_tokens=tokens, **settings)
+        lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        samples = model.generate(ids_NT, attention_mask=torch.ones_like(ids_NT), **lengths, **settings)
     log_q, log_p = (of(samples).logits[:, BEGINNING - 1 : -1].log_softmax(-1) for of in (model, expected))
-    return {"own_reverse_kl": _kl(log_q, log_p) / (len(samples) * tokens)}
+    count = len(samples) * tokens
+    return {"own_reverse_kl": _kl(log_q, log_p) / count, "own_entropy": -(log_q.exp() * log_q).sum().item() / count}
 
 
 def task_figures(student: Path) -> dict[str, float]:

@@ -26,6 +26,7 @@ FIGURES = {
     "agreement": ("agreement", "{:.1%}"),
     "repeated": ("repeated words", "{:.0%}"),
     "own_reverse_kl": ("own text: reverse KL", "{:.3f}"),
+    "own_entropy": ("own text: entropy", "{:.3f}"),
     "sums": ("right sums", "{:.0%}"),
     "divisors": ("right divisors", "{:.0%}"),
 }
