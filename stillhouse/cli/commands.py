@@ -137,7 +137,7 @@ def demo(out: Path, write: str | None) -> None:
     from stillhouse.tools.demo.student import write_text_run
 
     config = write_text_run(out)
-    print_escaped(f"{out} has models, data and:\n  stillhouse distill {config}")
+    print_escaped(f"{out} has train.jsonl, held_out.jsonl and a small student, for:\n  stillhouse distill {config}")
 
 
 @click.command()

@@ -9,6 +9,8 @@ import os
 import socket
 import urllib.request
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from stillhouse.display import print_escaped
@@ -88,4 +90,7 @@ def require_on_hub(models: Mapping[str, tuple[str, str | None]]) -> None:
         except ValueError as error:
             if isinstance(error.__cause__, refusals):
                 at_revision = "" if revision is None else f" with revision {revision}"
-                raise ConfigError(key, f"got {name}{at_revision}: there is no such folder, and {expected}") from error
+                near = get_close_matches(Path(name).name, [path.name for path in Path(name).parent.glob("*/")], n=1)
+                hint = f"; did you mean {Path(name).with_name(near[0])}?" if near else ""
+                problem = f"got {name}{at_revision}: there is no such folder, and {expected}{hint}"
+                raise ConfigError(key, problem) from error

@@ -87,7 +87,8 @@ def chat(
     """Talk to a model in the terminal.
 
     The whole conversation is kept until /reset. /quit or Ctrl-D ends the command. Without a terminal, every line of
-    the standard input is a question. A model whose tokenizer has no chat template continues the text.
+    the standard input is a question, and also continues the conversation until a line /reset. A model whose tokenizer
+    has no chat template continues the text.
 
     \b
     stillhouse chat runs/a

@@ -68,7 +68,8 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
         yield from (unknown_key(inner, model) for inner in peer_keys or [unknown])
         # in a section of another tool, each known key has its own error; this error lists all other keys
         if peer_keys and (others := [key.removeprefix(f"{unknown}.") for key in keys if key not in peer_keys]):
-            yield ConfigError(unknown, f"unknown section; there are no suggestions for its {name_list(others)}")
+            near = "".join(f"did you mean {section}? " for section in nearest(unknown, model.model_fields))
+            yield ConfigError(unknown, f"unknown section; {near}There are no suggestions for its {name_list(others)}")
     else:
         key, owner, name = _field(detail["loc"], model)
         section = section_at(key.rpartition(".")[0], model)

@@ -174,14 +174,20 @@ class Training:
         held_out = session.data.evaluation
         if held_out is None and self.greedy is None:
             return False
-        if held_out is not None:
-            budget, with_teacher = session.schedule.held_out_tokens, self._teacher_metrics is None
-            metrics = held_out_metrics(session.models, held_out, session.loss.spec, budget, with_teacher=with_teacher)
-        if self._teacher_metrics is None:  # the teachers' metrics do not change during a run
-            self._teacher_metrics = {key: value for key, value in metrics.items() if key.endswith(_TEACHER)}
-        metrics |= self._teacher_metrics
-        if self.greedy is not None:
-            metrics |= self.greedy.evaluate(self.progress.step, metrics)
+        with self.log.evaluating(self.progress.step):
+            if held_out is not None:
+                metrics = held_out_metrics(
+                    session.models,
+                    held_out,
+                    session.loss.spec,
+                    session.schedule.held_out_tokens,
+                    with_teacher=self._teacher_metrics is None,
+                )
+            if self._teacher_metrics is None:  # the teachers' metrics do not change during a run
+                self._teacher_metrics = {key: value for key, value in metrics.items() if key.endswith(_TEACHER)}
+            metrics |= self._teacher_metrics
+            if self.greedy is not None:
+                metrics |= self.greedy.evaluate(self.progress.step, metrics)
         self.progress.metrics = metrics  # at the end, so that a resumed run repeats an interrupted evaluation
         has_new_best = is_best(session.schedule, session.models.ranks, self.folder, self.progress)
         logged = {} if session.schedule.eval_config.patience is None else {WITHOUT_BEST: self.progress.without_best}
@@ -262,7 +268,15 @@ def training(
         require_room(folder.checkpoints, models.engine)  # before any step, because the result of a step must be saved
     with ExitStack() as stack:
         log = stack.enter_context(
-            open_log(folder, progress, schedule.steps, session.values, models.ranks, session.later_steps)
+            open_log(
+                folder,
+                progress,
+                schedule.steps,
+                session.values,
+                models.ranks,
+                session.later_steps,
+                [step for step in range(schedule.steps + 1) if schedule.evaluates_after(step)],
+            )
         )
         # whether the first evaluation, or one that was interrupted, must be made now
         is_due = schedule.evaluates_after(progress.step) and not progress.metrics
@@ -278,8 +292,7 @@ def training(
             progress.data = progress.data | hashes
         run = Training(session, folder, progress, log, queue, functions, greedy)
         if is_due:
-            with named_if_slow("the first evaluation", run.log.print_line):
-                is_best_step = run.evaluate()
+            is_best_step = run.evaluate()
             if is_best_step:
                 run.save()
         stack.enter_context(finishing("this step and a checkpoint of it"))

@@ -6,14 +6,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
 from tqdm import tqdm
 
-from stillhouse.display import escaped
+from stillhouse.display import escaped, named_if_slow
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import append, without_infinity
@@ -28,11 +29,18 @@ _PLAIN_EVERY = 10.0
 
 
 def open_log(
-    folder: RunFolder, progress: Progress, steps: int, values: Mapping[str, Any], ranks: Ranks, later_steps: int = 0
+    folder: RunFolder,
+    progress: Progress,
+    steps: int,
+    values: Mapping[str, Any],
+    ranks: Ranks,
+    later_steps: int = 0,
+    evaluated: Sequence[int] = (),
 ) -> "RunLog | NoLog":
     """Return the log of a run on rank 0, and on all other ranks a `NoLog`, which writes nothing.
 
     later_steps: the number of steps of the runs that follow this run; the time left includes them.
+    evaluated: the numbers of steps after which there is an evaluation, in ascending order; the time left includes it.
 
     All processes must call this. Raises ValueError on all processes if the log or a tracker cannot be opened.
     """
@@ -41,7 +49,7 @@ def open_log(
     with ranks.all_raise(ValueError):
         if ranks.is_first:
             try:
-                log = RunLog(folder, progress, steps, values["track"], values, later_steps)
+                log = RunLog(folder, progress, steps, values["track"], values, later_steps, evaluated)
             except OSError as error:
                 raise ValueError(str(error)) from error
     return log
@@ -63,6 +71,9 @@ class NoLog(nullcontext[Any]):
 
     evaluation = train
 
+    def evaluating(self, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def print_line(self, line: str) -> None:
         pass
 
@@ -81,6 +92,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         track: Sequence[str],
         values: Mapping[str, Any] | None = None,
         later_steps: int = 0,
+        evaluated: Sequence[int] = (),
     ):
         self._path = folder.metrics
         # open the trackers first, because the lines of the log that are removed below show which steps they have
@@ -93,6 +105,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._file, self._digest = file, hashlib.sha256(beginning)
         self._seconds_before, self._started = progress.seconds, time.monotonic()
         self._first, self._steps, self._later_steps = progress.step, steps, later_steps
+        # seconds of the last evaluation, and of all evaluations since the first step
+        self._evaluated, self._evaluation, self._evaluations = evaluated, 0.0, 0.0
         self._bar = tqdm(
             total=steps,
             initial=progress.step,
@@ -102,7 +116,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             disable=None,
             file=sys.stderr,
         )
-        self._printed, self._left_out = -math.inf, 0
+        self._printed = -math.inf
         self._compiled = self._started
 
     def seconds(self) -> float:
@@ -120,6 +134,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         if step == self._first + 1:
             self._compiled = time.monotonic()
         losses = {key.removeprefix("loss/"): value for key, value in metrics.items() if key.startswith("loss/")}
+        if len(set(losses.values())) == 1 < len(losses):  # the total is that of the only term
+            del losses["total_nats_per_token"]
         parts = [f"{name.removesuffix('_nats_per_token')} {value:.4f}" for name, value in losses.items()]
         shown = (metric for metric in metric_table() if metric.figure and metric.key in metrics)
         parts += [metric.figure.format(metrics[metric.key]) for metric in shown]
@@ -128,15 +144,12 @@ class RunLog(AbstractContextManager["RunLog"]):
             self._bar.update(step - self._bar.n)
             self._bar.set_postfix_str(line, refresh=False)
         now = time.monotonic()
-        if not self._bar.disable or (now - self._printed < _PLAIN_EVERY and step != self._steps):
-            self._left_out += 1
-            return
-        left_out = f" (not shown: {self._left_out} steps before this step)" if self._left_out else ""
-        self._printed, self._left_out = now, 0
-        self.print_line(f"step {step}/{self._steps}: {line}{left_out}")
+        if self._bar.disable and (now - self._printed >= _PLAIN_EVERY or step == self._steps):
+            self._printed = now
+            self.print_line(f"step {step}/{self._steps}: {line}")
 
     def _time_left(self, step: int) -> str:
-        """The time that the remaining steps will take, in words."""
+        """The time that the remaining steps and evaluations will take, in words."""
         remaining, words = (
             self._steps - step + self._later_steps,
             "left for all runs" if self._later_steps else "left",
@@ -144,8 +157,20 @@ class RunLog(AbstractContextManager["RunLog"]):
         done = step - self._first - 1  # the first step does not count, because it compiles functions
         if done <= 0 and remaining:
             return f"? {words}"
-        seconds = (time.monotonic() - self._compiled) / max(1, done) * remaining
+        seconds = (time.monotonic() - self._compiled - self._evaluations) / max(1, done) * remaining
+        seconds += self._evaluation * (len(self._evaluated) - bisect_left(self._evaluated, step))
         return f"{tqdm.format_interval(seconds)} {words}"
+
+    @contextmanager
+    def evaluating(self, step: int) -> Iterator[None]:
+        """Print the name of an evaluation that takes long, and measure its time for the time that is left."""
+        started = time.monotonic()
+        phase = f"the evaluation after step {step}" if step else "the evaluation before the first step"
+        with named_if_slow(phase, self.print_line):
+            yield
+        self._evaluation = time.monotonic() - started
+        if step > self._first:
+            self._evaluations += self._evaluation
 
     def evaluation(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
         self._write(step, tokens, metrics)

@@ -12,7 +12,8 @@ from stillhouse.models.families import ModelFacts
 from stillhouse.rollout import GenerationRequest
 from stillhouse.rollout.generate import Generator
 
-RESET, QUIT = "/reset", "/quit"
+RESET, QUIT, HELP = "/reset", "/quit", "/help"
+_COMMANDS = f"{RESET} begins a new conversation; {QUIT} or Ctrl-D ends the command"
 
 
 class Speaker:
@@ -78,7 +79,8 @@ class _Printer(TextStreamer):
 def converse(speakers: Sequence[Speaker], *, is_terminal: bool) -> None:
     """Answer each line of stdin, until it ends or the line is /quit. /reset begins a new conversation.
 
-    is_terminal: whether a person writes the lines; then a refused question does not end the conversation.
+    is_terminal: whether a person writes the lines; then a refused question does not end the conversation. Otherwise
+        each question is printed before its answer.
 
     Raises ValueError for a refused question.
     """
@@ -87,12 +89,17 @@ def converse(speakers: Sequence[Speaker], *, is_terminal: bool) -> None:
             line = f"the tokenizer of {speaker.name} has no chat template: the model continues the text as it is"
             print_escaped(line, err=True)
     if is_terminal:
-        print(f"{RESET} begins a new conversation; {QUIT} or Ctrl-D ends the command", flush=True)
+        print(_COMMANDS, flush=True)
     for question in _questions(is_terminal):
         if question == RESET:
             for speaker in speakers:
                 speaker.reset()
             continue
+        if question == HELP and is_terminal:
+            print(_COMMANDS, flush=True)
+            continue
+        if not is_terminal:
+            print_escaped(f"> {question}")
         for speaker in speakers:
             if len(speakers) > 1:
                 print_escaped(f"[{speaker.name}]")

@@ -3,6 +3,7 @@
 small, large    byte-level BPE of 300 and 512 tokens; the second one has Llama 3's pattern of words and no <s>
 pieces          SentencePiece's way: BPE over "▁", bytes for unknown characters, a space before each text (Llama 2)
 mistral         the same, but no space is added before a text that has one, nor behind a special token (Mistral)
+gemma           the same, but no space is added at all, and runs of two spaces are also added tokens (Gemma)
 deepseek        byte-level BPE of 700 tokens with DeepSeek's patterns of words and its names of special tokens
 words           WordPiece, whose tokens have no exact bytes
 """
@@ -14,7 +15,17 @@ from pathlib import Path
 
 from kit.families import build
 from kit.runs import write_records
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from stillhouse.data.render.token_bytes import BYTE_OF
@@ -22,7 +33,7 @@ from stillhouse.tools.demo.corpus import collect_split
 
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 DEEPSEEK = r"[!-/:-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-NAMES = ["small", "large", "pieces", "mistral", "deepseek"]
+NAMES = ["small", "large", "pieces", "mistral", "gemma", "deepseek"]
 #: settings of runs, with K ids per token
 K = 16
 GOLD = {"teacher.cross_tokenizer": "gold", "teacher.top_k": K}
@@ -98,7 +109,8 @@ def _trained(name: str) -> str:
     if name == "deepseek":
         special = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
         return _with_begin(_byte_level(700, special, r"\p{N}{1,3}", DEEPSEEK), special[0]).to_str()
-    return {"small": _small, "mistral": _mistral, "words": _words, "pieces": _pieces}[name]().to_str()
+    makers = {"small": _small, "mistral": _mistral, "gemma": _gemma, "words": _words, "pieces": _pieces}
+    return makers[name]().to_str()
 
 
 def _small() -> Tokenizer:
@@ -128,6 +140,17 @@ def _pieces() -> Tokenizer:
 def _mistral() -> Tokenizer:
     backend = _over_spaces(["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], size=500, by_words=True)
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return _with_begin(backend)
+
+
+def _gemma() -> Tokenizer:
+    backend = _over_spaces(["<unk>", "<s>", "</s>"], size=400)
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    size = backend.get_vocab_size()
+    backend.add_tokens([AddedToken("▁▁", normalized=False), AddedToken("\n\n", normalized=False)])
+    assert backend.get_vocab_size() == size, "expected tokens that the model has, too"
     return _with_begin(backend)
 
 

@@ -317,6 +317,7 @@ def test_answers_are_those_of_plain_transformers_with_the_whole_conversation(
     messages, expected = [{"role": "system", "content": "Be short."}], ""
     for question in ("Two and two?", "And three?"):
         messages.append({"role": "user", "content": question})
+        expected += f"> {question}\n"
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         messages.append({"role": "assistant", "content": plain_completion(model, tokenizer, ids, 5)})
         expected += escaped(messages[-1]["content"], lines=True) + "\n"
@@ -340,6 +341,7 @@ def test_the_teacher_of_the_run_answers_too_and_a_plain_text_is_continued(
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         text = plain_completion(model, tokenizer, tokenizer("Two and")["input_ids"], 4)
         assert f"[{name}]\n{escaped(text, lines=True)}" in out
+    assert out.startswith("> Two and\n")
 
 
 def test_a_conversation_beyond_the_positions_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,6 +373,9 @@ def test_a_terminal_streams_refuses_and_ends_with_ctrl_d(folder: Path) -> None:
     wait_until("has 128 positions")
     wait_until("> ")
     os.write(above, b"Two and two?\n")
+    wait_until("> ")
+    os.write(above, b"/help\n")
+    wait_until("/reset begins a new conversation")
     wait_until("> ")
     os.write(above, b"\x04")
     assert process.wait(60) == 0

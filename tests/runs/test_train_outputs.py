@@ -66,8 +66,7 @@ def test_the_run_folder(finished: tuple[Path, str]) -> None:
     assert f"model: {out}/model" in printed
     assert re.search(
         r"^step 6/6: [\d,]+ tokens/s, total \d\.\d{4}, cross_entropy \d\.\d{4}, jsd\(0\.5\) \d\.\d{4}, "
-        r"rate [\de.-]+, gradient [\d.]+, 00:00 left"
-        r"( \(not shown: \d steps before this step\))?$",
+        r"rate [\de.-]+, gradient [\d.]+, 00:0\d left$",
         printed,
         re.MULTILINE,
     )
@@ -138,7 +137,7 @@ def test_the_time_left_includes_the_runs_that_follow(tmp_path: Path, capsys: pyt
 
 
 def test_without_a_terminal_some_steps_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A step is printed every ten seconds; its line says how many others there were, and has figures of rollouts."""
+    """A step is printed every ten seconds, and the last one; its line has figures of rollouts."""
     rollout = {"rollout/reward": 0.125, "rollout/completion_tokens": 1311.6, "speed/waiting": 0.314}
     with RunLog(RunFolder(tmp_path), Progress(), 9, []) as log:
         for step in range(1, 10):
@@ -146,7 +145,28 @@ def test_without_a_terminal_some_steps_are_printed(tmp_path: Path, capsys: pytes
     first, last = capsys.readouterr().out.splitlines()
     assert first == "step 1/9: 10,000 tokens/s, total 1.5000, forward_kl 1.2500, rate 2e-05, gradient 0.712, ? left"
     assert last.startswith("step 9/9: 10,000 tokens/s, total 1.5000, forward_kl 1.2500, rate 2e-05, gradient 0.712, ")
-    assert last.endswith("reward 0.125, length 1,312, waiting 31%, 00:00 left (not shown: 7 steps before this step)")
+    assert last.endswith("reward 0.125, length 1,312, waiting 31%, 00:00 left")
+
+
+def test_the_time_left_includes_the_evaluations_to_come(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 12 s, and evaluations of 30 s after steps 0, 2 and 4, which are not counted as the time of a step."""
+    now = 0.0
+    monkeypatch.setattr("stillhouse.output.log.time.monotonic", lambda: now)
+    with RunLog(RunFolder(tmp_path), Progress(), 4, [], evaluated=[0, 2, 4]) as log:
+        for step in range(5):
+            if step:
+                now += 12.0
+                log.train(step, step, FIGURES | {"loss/total_nats_per_token": 1.25})
+            if step in (0, 2, 4):
+                with log.evaluating(step):
+                    now += 30.0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(", ")[2] for line in lines] == ["? left", "01:24 left", "00:42 left", "00:30 left"]
+    assert lines[1].startswith("step 2/4: 10,000 tokens/s, forward_kl 1.2500, rate "), (
+        "expected no total beside one term"
+    )
 
 
 @pytest.mark.parametrize(("rank", "seconds", "shown"), [("0", 1.0, "loading …\n"), ("0", 0.0, ""), ("1", 1.0, "")])

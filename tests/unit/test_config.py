@@ -114,7 +114,7 @@ def test_a_section_of_another_tool_has_a_line_for_each_key_that_is_known(tmp_pat
     error = failure(file=yaml_file(tmp_path, text))
     keys = ["trainer.total_epochs", "trainer.default_local_dir", "trainer", "optim"]
     assert [part.key for part in error.parts] == keys
-    assert "there are no suggestions for its nnodes.x" in str(error)
+    assert "unknown section; did you mean train? There are no suggestions for its nnodes.x" in str(error)
     names = ["model_name_or_path", "learning_rate", "num_train_epochs", "output_dir", "lmbda", "beta", "seed_", "lr"]
     many = {f"{name}{'_' * number}": 1 for number in range(4) for name in names}
     lines = str(failure(file=yaml_file(tmp_path, json.dumps(many)))).splitlines()

@@ -77,9 +77,6 @@ class TokenBytes:
             for token, index in vocabulary.items()
             if index not in self.special
         }
-        numbers = {index for token, index in vocabulary.items() if _BYTE.fullmatch(token)}
-        order = sorted(self.bytes_of, key=lambda index: (index in numbers, index), reverse=True)
-        self.id_of: Mapping[bytes, int] = {self.bytes_of[index]: index for index in order}
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -94,6 +91,16 @@ class TokenBytes:
         state |= {part: _without_added_space(state[part]) for part in ("normalizer", "pre_tokenizer")}
         self._inner = Tokenizer.from_str(json.dumps(state))
         self._inner.encode_special_tokens = True
+        # Gemma's "▁▁" is an added token, and also the token of two spaces
+        written = {index: self._content(token) for token, index in vocabulary.items() if index in added}
+        ordinary = [index for index in written.keys() - self.special if written[index] != self.bytes_of[index]]
+        encoded = self.encode([written[index].decode() for index in ordinary], inner=True)
+        self.bytes_of |= {
+            index: written[index] for index, ids in zip(ordinary, encoded, strict=True) if ids == [index]
+        }
+        numbers = {index for token, index in vocabulary.items() if _BYTE.fullmatch(token)}
+        order = sorted(self.bytes_of, key=lambda index: (index in numbers, index), reverse=True)
+        self.id_of: Mapping[bytes, int] = {self.bytes_of[index]: index for index in order}
         plain, spaced = (b"".join(self.pieces(ids)) for ids in self.encode(["a", " a"]))
         self._adds_space, self._adds_second_space = plain == b" a", spaced == b"  a"
         self._adds_space_after = {
