@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.checkpoint.resume import RunIdentity, candidates, require_unchanged_sources
 from stillhouse.checkpoint.save import require_room
 from stillhouse.config import RunConfig
-from stillhouse.display import counted, escaped, print_escaped
+from stillhouse.display import counted, duration, escaped, print_escaped
 from stillhouse.engine.engine import Engine
 from stillhouse.loops.not_finite import not_finite_error
 from stillhouse.loops.prompt_evaluation import held_out_prompts, shared_prompts
@@ -214,7 +214,7 @@ def _step_rows(session: Session, folder: RunFolder, *, compiles: bool) -> Iterat
     yield f"running one step{size}: forward and backward; {now} …"
     normalizer = micro_batches.all_ranks.normalizer
     step_seconds, output = _timed(lambda: engine.forward_backward(micro_batches, signals, normalizer))
-    first = teacher_seconds + step_seconds
+    first = seconds = teacher_seconds + step_seconds
     norm, memory, loss = engine.gradient_norm(), peak_memory(), output.sums["loss"]
     if not math.isfinite(loss) or not math.isfinite(norm):
         raise not_finite_error(session.models, folder.checkpoints, 1, micro_batches, output, norm)
@@ -230,6 +230,9 @@ def _step_rows(session: Session, folder: RunFolder, *, compiles: bool) -> Iterat
     else:
         memory += f", when nothing is compiled (in a run, {compiled}: `stillhouse check --compile` measures this)"
     yield "one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}"
+    if session.rollout is None:
+        count = session.schedule.steps
+        yield "all steps", f"{counted(count, 'step')} at this speed: {duration(count * seconds)}, without evaluations"
     yield "peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB"
     yield from _loss_rows(session.models, micro_batches)
 

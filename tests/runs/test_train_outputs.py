@@ -217,6 +217,7 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path, compiles: boo
         r"run folder +.*/out: a new run",
         r".*The still ⟦is heated</s>⟧",
         rf"one step +[\d,]+ tokens in {times}, loss [\d.]+",
+        r"all steps +6 steps at this speed: [\d.]+ (s|min \d\d s), without evaluations",
         r"  cross_entropy +gradient norm [\d.e-]+",
         r"  jsd\(0\.5\) +gradient norm [\d.]+",
         r"  entropy +gradient norm [\d.e-]+",
