@@ -102,7 +102,7 @@ def test_the_commands_of_the_quick_start_run(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "run.yaml").write_text(settings)
 
     commands = re.findall(r"^ {4}stillhouse (.*?)(?: +#.*)?$", QUICK_START, flags=re.MULTILINE)
-    assert [command.split()[0] for command in commands] == ["check", "distill", "report", "verify", "info", "check"]
+    assert [command.split()[0] for command in commands] == ["check", "distill", "report", "verify", "check"]
     printed = {}
     for command in commands:
         more = SMALL if command.split()[0] in ("check", "distill") else []
