@@ -32,6 +32,8 @@ FIGURES = {
 }
 #: the result file of served.py
 SERVED = RESULTS / "real-served.json"
+#: the experiment whose runs stand beside those of others
+FIRST = "recovery"
 #: run → its results, of all seeds
 Results = dict[str, list[dict[str, Any]]]
 #: pixels of a picture's width, and of its titles
@@ -110,9 +112,17 @@ def _section(experiment: str) -> Iterator[str]:
 
 def _rows(experiment: str, results: Results) -> list[tuple[str, list[dict[str, Any]]]]:
     """The models of a table by their titles: those without training, then those of each run, of all seeds."""
-    models, runs = _read(start_path(experiment))["models"], EXPERIMENTS[experiment]["runs"]
+    plan = EXPERIMENTS[experiment]
+    models = _read(start_path(experiment))["models"] if "start" in plan else {}
     rows = [(f"before: {name}", [model]) for name, model in models.items()]
-    return rows + [(runs[name]["title"], seeds) for name, seeds in results.items()]
+    return rows + [(plan["runs"][name]["title"], seeds) for name, seeds in results.items()]
+
+
+def _rows_beside(experiment: str) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Runs of the first experiment that a picture shows for comparison."""
+    measured, runs = results_of(FIRST), EXPERIMENTS[FIRST]["runs"]
+    names = EXPERIMENTS[experiment].get("beside", ())
+    return [(f"above: {runs[name]['title']}", measured[name]) for name in names if name in measured]
 
 
 def _served_section(figures: dict[str, dict[str, float]]) -> Iterator[str]:
@@ -186,7 +196,7 @@ def _csv(headings: list[str], lines: list[list[Any]]) -> str:
 
 def _picture(experiment: str, results: Results) -> str:
     """A row for each model and a column for each of the experiment's most important figures, as bars."""
-    names, rows = EXPERIMENTS[experiment]["picture"], _rows(experiment, results)
+    names, rows = EXPERIMENTS[experiment]["picture"], [*_rows_beside(experiment), *_rows(experiment, results)]
     height, column = 30 * len(rows) + 44, (PICTURE - TITLES) // len(names)
     parts = [f'<rect width="{PICTURE}" height="{height}" fill="white"/>']
     parts += [_text(TITLES - 10, 30 * row + 60, title, "end") for row, (title, _) in enumerate(rows)]

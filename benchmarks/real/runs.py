@@ -95,8 +95,9 @@ class Run:
 
         Raises ValueError for a result file with other models.
         """
-        path = start_path(self.experiment)
-        settings = EXPERIMENTS[self.experiment]["start"]
+        path, settings = start_path(self.experiment), EXPERIMENTS[self.experiment].get("start")
+        if settings is None:
+            return
         if path.exists():
             if json.loads(path.read_text(encoding="utf-8"))["settings"] != settings:
                 raise ValueError(f"{path} has other models than experiments.yaml: remove it first")
