@@ -133,7 +133,7 @@ def _reward(score: Callable[[str, str, dict[str, Any]], float]) -> Callable[...,
 def _counted(trainer: type) -> Any:
     """The trainer with the count of the tokens that it has trained on as `targets`."""
 
-    class Counted(trainer):  # type: ignore[misc]
+    class Counted(trainer):
         targets = 0
 
         def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
