@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -29,6 +30,7 @@ _PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "mm"))
 #: variable-length attention, whose number of floating-point operations depends on the lengths of the documents
 _ATTENTION = frozenset(("_varlen_attn", "_varlen_attn_backward"))
 _NONE = torch.empty(0)
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 _COPIES = frozenset(("_to_copy", "copy_"))
 
 
@@ -259,8 +261,8 @@ def _place() -> str:
     frame, other = sys._getframe(1), None
     while frame is not None:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
-        package, _, path = file.rpartition("/stillhouse/")
-        if package and not path.startswith("plan/"):
+        path = file.removeprefix(_PACKAGE)  # the folder of a clone can also be named stillhouse
+        if path != file and not path.startswith("plan/"):
             return f"stillhouse/{path}:{function}"
         if other is None and "/transformers/" in file:
             other = f"transformers/{file.rpartition('/transformers/')[2]}:{function}"
